@@ -1,0 +1,1 @@
+"""The learner: GRPO on released batches, and what it publishes."""
