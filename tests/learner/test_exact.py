@@ -1,4 +1,4 @@
-"""The exact accuracy is a probability: it agrees with enumeration, with a loop and with sampling."""
+"""The exact accuracy is a probability: enumeration, a loop and sampling agree with it."""
 
 from __future__ import annotations
 
@@ -211,9 +211,7 @@ def test_no_problems_and_no_temperature_are_refused(
         ('{"id": "1", "prompt": "a", "answer": 3}\n', "line 1: field 'answer' must be a string"),
     ],
 )
-def test_a_bad_data_file_names_the_line_and_field(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_bad_data_file_names_the_line_and_field(tmp_path: Path, text: str, message: str) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,1 @@
+"""One machine: the `reprise` command, the embedded broker, the supervisor, the report."""
