@@ -28,7 +28,7 @@ from transformers import (
 
 Stratum = Literal["always", "often", "seldom", "never"]
 
-ALWAYS_FROM = 0.9
+ALWAYS_FROM = 0.8
 OFTEN_FROM = 0.5
 SELDOM_FROM = 0.01
 
@@ -67,7 +67,7 @@ def read_problems(path: Path | str) -> list[Problem]:
     Raises ValueError that names the file, the line and the field.
     """
     problems: list[Problem] = []
-    with open(path, encoding="utf-8") as lines:
+    with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
             try:
@@ -201,8 +201,8 @@ def _score_batch(
 def stratum(accuracy: float) -> Stratum:
     """How often a problem of this exact accuracy is solved.
 
-    With 16 rollouts, a problem at the bound of `always` (.9) is right in more than 14 of them; one
-    at the bound of `never` (.01) is wrong in all of them with probability .85.
+    In a group of 16, a problem at the bound of `always` (.8) is right in 13 on average, and one at
+    the bound of `never` (.01) is wrong in all of them with probability .99**16 = .85.
     """
     if accuracy >= ALWAYS_FROM:
         return "always"
@@ -257,10 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except (OSError, ValueError) as error:
         return _refuse(str(error))
-    by_stratum = mean_by(strata(result.per_problem), result.per_problem)
+    problem_strata = strata(result.per_problem)
+    by_stratum = mean_by(problem_strata, result.per_problem)
     if options.json:
-        summary: dict[str, Any] = {**asdict(result), "by_stratum": by_stratum}
-        print(json.dumps(summary))
+        summary: dict[str, Any] = asdict(result)
+        print(json.dumps(summary | {"strata": problem_strata, "by_stratum": by_stratum}))
     else:
         _print_table(result, by_stratum)
     return 0

@@ -15,7 +15,8 @@ from protocol.messages import AnyMessage, Message
 
 SCHEMA = 1
 DEFAULT_MAX_BYTES = 32 * 1024 * 1024
-MAX_ITEMS = 1_000_000
+# Of one list or map. An actor's lists have at most group_size (65,536) entries.
+MAX_ITEMS = 131_072
 
 
 class ProtocolError(Exception):
@@ -23,10 +24,17 @@ class ProtocolError(Exception):
 
 
 def encode(message: Message, *, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:
-    """The msgpack bytes of `message`. Raises ProtocolError above `max_bytes`."""
-    body = msgspec.to_builtins(message, builtin_types=(bytes,))
-    body["schema"] = SCHEMA
-    raw: bytes = msgpack.packb(body, use_bin_type=True)
+    """The msgpack bytes of `message`.
+
+    Raises ProtocolError above `max_bytes`, or where free content (`Task.answer`, `Task.extra`)
+    cannot be written: nested too deeply, or an integer beyond 64 bits.
+    """
+    try:
+        body = msgspec.to_builtins(message, builtin_types=(bytes,))
+        body["schema"] = SCHEMA
+        raw: bytes = msgpack.packb(body, use_bin_type=True)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"{type(message).__name__}: cannot be encoded: {error}") from error
     if len(raw) > max_bytes:
         raise ProtocolError(
             f"{type(message).__name__}: {len(raw)} bytes, above the limit of {max_bytes} "
@@ -57,16 +65,17 @@ def decode(raw: bytes, kind: Any = AnyMessage, *, max_bytes: int = DEFAULT_MAX_B
             strict_map_key=True,
             max_str_len=max_bytes,
             max_bin_len=max_bytes,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
+            # An item takes a byte at least, so that a declared length allocates no more than input.
+            max_array_len=min(MAX_ITEMS, len(raw)),
+            max_map_len=min(MAX_ITEMS, len(raw)),
             max_ext_len=0,
         )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as error:
-        raise ProtocolError(f"not msgpack: {error or type(error).__name__}") from error
+        raise ProtocolError(f"not msgpack: {str(error) or type(error).__name__}") from error
     if not isinstance(body, dict):
         raise ProtocolError(f"a message is a map; found {type(body).__name__}")
     schema = body.get("schema")
-    if schema != SCHEMA or isinstance(schema, bool):
+    if type(schema) is not int or schema != SCHEMA:
         raise ProtocolError(
             f"unknown schema {schema!r} - at `$.schema`; this release reads {SCHEMA}"
         )

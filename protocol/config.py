@@ -238,6 +238,8 @@ class GradingConfig(Section):
     """The reward functions."""
     workers: Positive = 2
     """Grader child processes per actor."""
+    memory_bytes: Annotated[int, Field(ge=2**26)] = 4 * 2**30
+    """Most private memory of a grader process."""
     range: tuple[float, float] | None = None
     """Smallest and largest possible reward. ω is divided by its squared width."""
     correct_at: float = 1.0

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,7 @@ class Producer:
         self._client = client
         self._max_bytes = max_bytes
         self._pending: set[asyncio.Future[RecordMetadata]] = set()
+        self._acknowledged = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with the first send that failed. Wait on it beside the service's own work."""
 
@@ -187,20 +188,35 @@ class Producer:
         """Queue bytes that are encoded already, or that are no message (dead letters)."""
         if self.failure.done():
             self.failure.result()
-        future: asyncio.Future[RecordMetadata] = await self._client.send(
-            topic, raw, partition=partition, headers=[*HEADERS, *headers]
-        )
+        with _naming(topic, "a record cannot be sent"):
+            future: asyncio.Future[RecordMetadata] = await self._client.send(
+                topic, raw, partition=partition, headers=[*HEADERS, *headers]
+            )
         self._pending.add(future)
         future.add_done_callback(self._sent)
         return future
 
     def _sent(self, future: asyncio.Future[RecordMetadata]) -> None:
         self._pending.discard(future)
+        self._acknowledged.set()
         if not future.cancelled() and (error := future.exception()) and not self.failure.done():
             self.failure.set_exception(
                 BrokerError(f"a record was not acknowledged: {type(error).__name__}: {error}")
             )
             self.failure.exception()  # marks it as seen; send and flush raise it again
+
+    @property
+    def pending(self) -> int:
+        """Records sent and not acknowledged yet."""
+        return len(self._pending)
+
+    async def room(self, most: int) -> None:
+        """Wait until fewer than `most` records are unacknowledged. Raises BrokerError."""
+        while len(self._pending) >= most:
+            self._acknowledged.clear()
+            await self._acknowledged.wait()
+        if self.failure.done():
+            self.failure.result()
 
     async def flush(self) -> None:
         """Wait until everything sent so far is acknowledged. Raises BrokerError if one was not."""
@@ -225,6 +241,7 @@ class Reader:
         self._kind = kind
         self._max_bytes = max_bytes
         self._wait = wait
+        self._positions: dict[int, int] = {}
 
     async def partitions(self) -> list[int]:
         """All partitions of the topic. Raises BrokerError if the topic does not appear in time."""
@@ -240,9 +257,14 @@ class Reader:
             await asyncio.sleep(0.1)
 
     async def ends(self, partitions: Iterable[int] | None = None) -> dict[int, int]:
-        """End offset of each partition: where the next record will lie."""
+        """End offset of each partition: where the next record will lie, or somewhat before.
+
+        Tansu reports the first record of the last batch + 1, so that what is read from there on may
+        hold records that were there already.
+        """
         chosen = await self.partitions() if partitions is None else list(partitions)
-        ends = await self._consumer.end_offsets([self._at(p) for p in chosen])
+        with _naming(self.topic, "its end cannot be read"):
+            ends = await self._consumer.end_offsets([self._at(p) for p in chosen])
         return {tp.partition: end for tp, end in ends.items()}
 
     async def assign(self, offsets: dict[int, int]) -> None:
@@ -251,25 +273,49 @@ class Reader:
         Raises BrokerError if an offset does not lie between the partition's first and its end.
         """
         tps = [self._at(p) for p in offsets]
-        first = await self._consumer.beginning_offsets(tps)
-        end = await self._consumer.end_offsets(tps)
+        with _naming(self.topic, "its first and end offsets cannot be read"):
+            first = await self._consumer.beginning_offsets(tps)
+            end = await self._consumer.end_offsets(tps)
         for tp in tps:
             wanted = offsets[tp.partition]
+            if wanted > end[tp] > first[tp]:
+                end[tp] = await self._end_of_last_batch(tp, end[tp])
             if not first[tp] <= wanted <= end[tp]:
                 raise BrokerError(
                     f"topic {self.topic} partition {tp.partition}: offset {wanted} is wanted and "
                     f"[{first[tp]}, {end[tp]}] is there; the topic was deleted or truncated"
                 )
         self._consumer.assign(tps)
+        self._positions = dict(offsets)
         for tp in tps:
             self._consumer.seek(tp, offsets[tp.partition])
 
+    async def _end_of_last_batch(self, tp: TopicPartition, reported: int) -> int:
+        """The end by reading what lies at `reported` - 1; see `ends`."""
+        self._consumer.assign([tp])
+        self._consumer.seek(tp, reported - 1)
+        with _naming(self.topic, "its last records cannot be read"):
+            batches = await self._consumer.getmany(timeout_ms=int(self._wait * 1000))
+        return max(reported, *(int(r.offset) + 1 for r in batches.get(tp, [])), 0)
+
     async def read(self, timeout: float, max_records: int | None = None) -> list[Record]:
         """Records that are there, or that come within `timeout` seconds; in order per partition."""
-        batches = await self._consumer.getmany(
-            timeout_ms=int(timeout * 1000), max_records=max_records
-        )
+        with _naming(self.topic, "it cannot be read"):
+            batches = await self._consumer.getmany(
+                timeout_ms=int(timeout * 1000), max_records=max_records
+            )
+        for tp, records in batches.items():
+            self._positions[tp.partition] = records[-1].offset + 1
         return [self._record(record) for records in batches.values() for record in records]
+
+    @property
+    def behind(self) -> int:
+        """Records of the assigned partitions that are not read yet, as of the last answer."""
+        behind = 0
+        for tp in self._consumer.assignment():
+            end, next_offset = self._consumer.highwater(tp), self._positions[tp.partition]
+            behind += 0 if end is None else max(0, end - next_offset)
+        return behind
 
     async def commit(self, offsets: dict[int, int]) -> None:
         """Publish how far this reader is, so that its lag can be watched. Nothing depends on it."""
@@ -290,6 +336,15 @@ class Reader:
         except ProtocolError as error:
             message = error
         return Record(record.topic, record.partition, record.offset, message, raw)
+
+
+@contextlib.contextmanager
+def _naming(topic: str, what: str) -> Iterator[None]:
+    """Raise a client's error as a BrokerError that names the topic."""
+    try:
+        yield
+    except KafkaError as error:
+        raise BrokerError(f"topic {topic}: {what} ({type(error).__name__}: {error})") from None
 
 
 async def _stop(stopping: Awaitable[None]) -> None:

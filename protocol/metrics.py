@@ -8,7 +8,7 @@ used.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from protocol import __version__
 
@@ -59,20 +59,104 @@ class SchedulerMetrics(ProcessMetrics):
         self.issued = Counter(
             "reprise_tasks_issued_total", "Tasks issued.", ["purpose", "reason"], registry=registry
         )
+        self.reissued = Counter(
+            "reprise_tasks_reissued_total",
+            "Further attempts of tasks that an actor lost or gave back.",
+            ["purpose"],
+            registry=registry,
+        )
         self.ended = Counter(
             "reprise_tasks_ended_total", "Tasks ended, by end.", ["end"], registry=registry
+        )
+        self.zero_variance = Counter(
+            "reprise_groups_zero_variance_total",
+            "Training groups whose rewards are all equal, by kind.",
+            ["kind"],
+            registry=registry,
         )
         self.in_flight = Gauge("reprise_tasks_in_flight", "Tasks not ended.", registry=registry)
         self.problems = Gauge(
             "reprise_problems", "Training problems by pool.", ["pool"], registry=registry
         )
         self.actors = Gauge("reprise_actors_joined", "Actors that hold a lease.", registry=registry)
+        self.wanted_slots = Gauge(
+            "reprise_wanted_slots",
+            "Tasks that could run now, were there slots for all of them.",
+            registry=registry,
+        )
+        self.notes = Counter(
+            "reprise_scheduler_notes_total",
+            "What was unusual: late outcomes, re-issues, events that did not fit.",
+            ["kind"],
+            registry=registry,
+        )
+        self.groups = Counter(
+            "reprise_groups_total",
+            "Training groups whose outcomes came in, by why their problem was chosen.",
+            ["reason", "variance"],
+            registry=registry,
+        )
+        self.zero_variance_share = Gauge(
+            "reprise_zero_variance_share",
+            "Share of the last step's groups whose rewards were all equal, before filtering.",
+            registry=registry,
+        )
+        self.replay_share = Gauge(
+            "reprise_replay_share",
+            "Share of the last round's groups whose problem had been visited before.",
+            registry=registry,
+        )
+        self.reward = Gauge(
+            "reprise_reward_mean",
+            "Mean reward of the last step: of trained groups (held near one half by selection), "
+            "and of exploration draws (unbiased).",
+            ["groups"],
+            registry=registry,
+        )
+        self.accuracy = Gauge(
+            "reprise_accuracy",
+            "Newest evaluation: mean@n, pass@n and greedy.",
+            ["eval_set", "figure"],
+            registry=registry,
+        )
+        self.batch_groups = Counter(
+            "reprise_batch_groups_total",
+            "Groups of released batches: planned, and released.",
+            ["kind"],
+            registry=registry,
+        )
+        self.rollouts = Gauge(
+            "reprise_rollouts", "Completions of training tasks so far.", registry=registry
+        )
+        self.rollout_tokens = Gauge(
+            "reprise_rollout_tokens", "Tokens of those completions.", registry=registry
+        )
+        self.log_seconds = Gauge(
+            "reprise_log_time_seconds", "Sum of the ticks: the run's own time.", registry=registry
+        )
         self.events = Counter(
             "reprise_events_total", "Events applied, by type.", ["type"], registry=registry
         )
         self.events_lag_seconds = Gauge(
             "reprise_events_lag_seconds",
-            "Age of the newest of the scheduler's own ticks when it was applied.",
+            "Age of the newest of the scheduler's own ticks when it was applied, or of the oldest "
+            "that is not applied yet.",
+            registry=registry,
+        )
+        self.events_lag_records = Gauge(
+            "reprise_events_lag_records", "Events written and not applied.", registry=registry
+        )
+        self.unacknowledged = Gauge(
+            "reprise_unacknowledged_records",
+            "Records sent that the broker has not acknowledged.",
+            registry=registry,
+        )
+        self.snapshots = Counter(
+            "reprise_snapshots_total", "Snapshots, by result.", ["result"], registry=registry
+        )
+        self.snapshot_seconds = Gauge(
+            "reprise_snapshot_seconds",
+            "Time that the newest snapshot held up the events.",
             registry=registry,
         )
 
@@ -82,6 +166,45 @@ class ActorMetrics(ProcessMetrics):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "actor")
+        self.tokens = Counter(
+            "reprise_actor_tokens_total", "Completion tokens sampled.", registry=registry
+        )
+        self.held = Gauge(
+            "reprise_actor_tasks_held",
+            "Tasks held, by whether they run or wait.",
+            ["state"],
+            registry=registry,
+        )
+        self.attempts = Counter(
+            "reprise_actor_attempts_total",
+            "Attempts ended: group sent, without variance, evaluated, failed, released.",
+            ["end"],
+            registry=registry,
+        )
+        self.generate_seconds = Histogram(
+            "reprise_actor_generate_seconds",
+            "From a task's start to its last token.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.grade_seconds = Histogram(
+            "reprise_actor_grade_seconds",
+            "Grading one group, waiting for a grader included.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.grader_failures = Counter(
+            "reprise_actor_ungraded_completions_total",
+            "Completions without a reward: the grader raised, died, gave none, or left the range.",
+            ["kind"],
+            registry=registry,
+        )
+        self.load_seconds = Histogram(
+            "reprise_actor_load_seconds",
+            "Putting new weights into the engine, from its pause to its resumption.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
 
 
 class LearnerMetrics(ProcessMetrics):

@@ -38,6 +38,8 @@ class ReasonCount(msgspec.Struct, kw_only=True):
     """Sum over the groups of the mean reward."""
     correct: float = 0.0
     """Sum over the groups of p."""
+    shaping_only: int = 0
+    """Groups with variance in the reward and none in what is counted."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="type"):
@@ -72,6 +74,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_fiel
     """The learner's numbers of this step."""
     waited: dict[str, float]
     """Seconds of this step by what the scheduler waited for: rollouts, learner, evaluation."""
+    empty_rounds: int = 0
+    """Rounds that came out without one trainable group before this batch."""
+    dropped: int = 0
+    """Tasks given up as stragglers for this batch."""
+    dropped_length: float | None = None
+    """Mean completion length of stragglers whose outcome came in late, during this step."""
 
 
 class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="type"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -57,7 +57,7 @@ class Verdict(enum.StrEnum):
     UNPROVEN = "unproven"
 
     @property
-    def end(self) -> str:
+    def end(self) -> Literal["stale", "impure"]:
         """The end that the accounts book for a refused group: `stale` or `impure`."""
         if self in (Verdict.OTHER_GENERATION, Verdict.TOO_OLD):
             return "stale"

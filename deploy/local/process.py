@@ -5,6 +5,7 @@ Invariant: once `kill` or `wait_or_kill` has returned, no process of the command
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,8 +48,9 @@ class GuardedProcess:
         return self._guard.pid
 
     def poll(self) -> int | None:
-        """Exit code of the command once its whole tree has ended, else None."""
-        return self._guard.poll()
+        """Exit code once the command's whole tree has ended, else None; 128 + n for signal n."""
+        code = self._guard.poll()
+        return None if code is None else self._ended(code)
 
     def terminate(self) -> None:
         """Ask the command to end (SIGTERM)."""
@@ -56,16 +58,24 @@ class GuardedProcess:
 
     def wait(self, timeout: float) -> int:
         """Wait for the end of the tree. Raises subprocess.TimeoutExpired."""
-        return self._guard.wait(timeout)
+        return self._ended(self._guard.wait(timeout))
 
     def kill(self) -> int:
         """End the whole tree at once; returns the exit code."""
         self._signal(signal.SIGQUIT)
         try:
-            return self._guard.wait(KILL_SECONDS)
+            return self.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
+            self._guard.kill()
+            return self.wait(KILL_SECONDS)
+
+    def _ended(self, code: int) -> int:
+        if code >= 0:
+            return code
+        # The guard itself was killed: what it guarded is at least still in its group.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-            return self._guard.wait(KILL_SECONDS)
+        return 128 - code
 
     def _signal(self, number: signal.Signals) -> None:
         if self._guard.poll() is None:

@@ -1,9 +1,9 @@
 """Starts the processes of a run, watches them, and stops them in order.
 
-Invariants: what was started has ended, with all its descendants, when `run` returns or raises; every
-wait has a deadline; a user's first stop lets the run end by itself, the second kills at once. The
-order of a stop is the order of the design: the learner first, while the scheduler lives, then the
-scheduler, then the actors.
+Invariants: what was started has ended, with all its descendants, once `close` returns; every wait
+has a deadline; a user's first stop lets the run end by itself, the second kills at once. The order
+of a stop is the design's: the learner first, while the scheduler lives, then the scheduler, then
+the actors.
 """
 
 from __future__ import annotations
@@ -130,6 +130,10 @@ class Supervisor:
     deadlines: Deadlines
     signals: StopSignals
     say: Callable[[str], None] = print
+    tick: Callable[[], None] = lambda: None
+    """Called while waiting, several times a second."""
+    over: Callable[[], bool] = lambda: False
+    """Has the scheduler recorded the end of the run? Its exit code then says only how."""
     broker: Callable[[], int | None] = lambda: None
     """Exit code of the embedded broker, None while it runs or where there is none."""
     children: list[Child] = field(default_factory=list)
@@ -157,7 +161,7 @@ class Supervisor:
                 first_end = time.monotonic()
             if first_end is not None and time.monotonic() - first_end > self.deadlines.end:
                 raise ChildDied(self._not_ended("after the others had left", self.deadlines.end))
-            time.sleep(PERIOD_SECONDS)
+            self._pause()
         if self.signals.count:
             raise StoppedByUser(self.signals.last, killed=False)
         self._raise_if_died()
@@ -169,13 +173,17 @@ class Supervisor:
                 child.ask()
         deadline = time.monotonic() + self.deadlines.grace
         while self._running() and time.monotonic() < deadline and self.signals.count < 2:
-            time.sleep(PERIOD_SECONDS)
+            self._pause()
         self.kill()
 
     def kill(self) -> None:
         """End whatever still runs, at once."""
         for child in self._running():
             child.process.kill()
+
+    def _pause(self) -> None:
+        self.tick()
+        time.sleep(PERIOD_SECONDS)
 
     def _of(self, role: Role) -> list[Child]:
         return [child for child in self.children if child.spec.role == role]
@@ -191,7 +199,7 @@ class Supervisor:
     def _raise_if_died(self) -> None:
         for child in self.children:
             code = child.process.poll()
-            if code not in (None, 0):
+            if code not in (None, 0) and not (child.spec.role == "scheduler" and self.over()):
                 raise ChildDied(
                     f"{child.spec.name} ended unexpectedly ({describe_exit(code)}); "
                     f"the end of {child.process.log}:\n{child.process.tail()}"
@@ -241,5 +249,5 @@ class Supervisor:
                 following = [c for r in later[:1] for c in self._of(r) if c.running]
                 if not following or time.monotonic() - ended > self.deadlines.next:
                     return True
-            time.sleep(PERIOD_SECONDS)
+            self._pause()
         return False

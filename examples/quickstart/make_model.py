@@ -65,7 +65,7 @@ class Kind:
 
 KINDS = (
     Kind((1, 1), corruption=0.0, train=43, held_out=12, greedy_needed=0.9),
-    Kind((1, 2), corruption=0.0, train=332, held_out=100, greedy_needed=0.9),
+    Kind((1, 2), corruption=0.08, train=332, held_out=100, greedy_needed=0.9),
     Kind((2, 2), corruption=0.4, train=150, held_out=45, greedy_needed=0.9),
     Kind((2, 3), corruption=0.62, train=150, held_out=45, greedy_needed=0.9),
     Kind((3, 3), corruption=0.76, train=150, held_out=45, greedy_needed=0.9),
@@ -245,6 +245,8 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(directory)
     new_tokenizer().save_pretrained(directory)
+    for path in directory.iterdir():
+        path.chmod(0o644)
 
 
 def write_problems(directory: Path) -> None:

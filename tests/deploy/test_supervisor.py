@@ -153,12 +153,10 @@ def test_nothing_is_left_when_a_guard_is_killed(launch) -> None:
     assert all_gone(processes)
 
 
-def test_a_process_that_stays_after_the_end_is_named_and_ended(
-    launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_stays_after_the_end_is_named_and_ended(launch) -> None:
     run = launch("scheduler:scheduler:early", "learner:learner:deaf")
-    processes = run.started()
     run.wait_for("learner.ready")
+    processes = run.started()
     code, output = run.finish()
     assert code == 1
     assert "learner did not end within" in output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -62,6 +63,12 @@ def test_the_mix_of_classes_is_the_same_in_both_files(
         for problems in (train, held_out)
     ]
     assert shares[0] == pytest.approx(shares[1], abs=0.01)
+
+
+def test_the_script_beside_them_writes_these_problems(tmp_path: Path) -> None:
+    runpy.run_path(str(QUICKSTART / "make_model.py"))["write_problems"](tmp_path)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        assert (tmp_path / name).read_bytes() == (QUICKSTART / name).read_bytes()
 
 
 def test_a_quarter_is_nearly_always_solved_a_quarter_never_and_half_between(

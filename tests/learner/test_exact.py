@@ -168,7 +168,7 @@ def test_greedy_is_what_generate_says_without_sampling(
 
 
 def test_strata_follow_the_accuracy_before() -> None:
-    assert strata([1.0, 0.9, 0.89, 0.5, 0.49, 0.01, 0.009, 0.0]) == [
+    assert strata([1.0, 0.8, 0.79, 0.5, 0.49, 0.01, 0.009, 0.0]) == [
         "always",
         "always",
         "often",
@@ -234,6 +234,7 @@ def test_command_line(
     result: ExactResult = exact_accuracy(directory, PROBLEMS)
     assert printed["mean"] == pytest.approx(result.mean)
     assert printed["per_problem"] == pytest.approx(list(result.per_problem))
+    assert printed["strata"] == strata(result.per_problem)
     assert set(printed) >= {"by_data_source", "by_stratum", "greedy", "entropy"}
 
     assert main(["--model", str(tmp_path / "absent"), "--data", str(data)]) == 2

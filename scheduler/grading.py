@@ -1,0 +1,79 @@
+"""What is counted of a group: the figures that the scheduler decides by, from one outcome.
+
+Invariant: ungraded completions take no part in any figure; `correct` is what is counted and
+`reward` what is trained, and a rule uses the one that its name says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from protocol.config import GradingConfig
+from protocol.counting import graded, has_variance, omega
+from protocol.messages import Outcome
+
+
+class Figures(NamedTuple):
+    """One group in numbers.
+
+    Attributes:
+        graded: completions that were graded.
+        correct: sum of `correct` over them.
+        p: mean of `correct` over them.
+        reward: mean reward over them.
+        omega: ω, the mean squared centred reward over the squared width of the reward range.
+        zero_variance: max − min of the rewards ≤ variance_tolerance × range.
+        truncated: more than half of all completions reached the length limit.
+    """
+
+    graded: int
+    correct: float
+    p: float
+    reward: float
+    omega: float
+    zero_variance: bool
+    truncated: bool
+
+    @property
+    def mixed(self) -> bool:
+        """0 < p < 1, and nothing else."""
+        return 0.0 < self.p < 1.0
+
+    @property
+    def shaping_only(self) -> bool:
+        """Is there variance in the reward and none in what is counted?"""
+        return not self.zero_variance and not self.mixed
+
+    @property
+    def kind(self) -> str:
+        """Which zero-variance group it is: `mostly_truncated`, `all_right` or `all_wrong`."""
+        if self.truncated:
+            return "mostly_truncated"
+        return "all_right" if self.p >= 0.5 else "all_wrong"
+
+
+def figures(outcome: Outcome, grading: GradingConfig) -> Figures:
+    """The figures of an outcome that has at least one graded completion.
+
+    ω is the mean squared centred reward, Σ(r − r̄)²/n ÷ width², in float64. With centred advantages
+    A = r − r̄ it is the mean squared advantage of the group, so the group's expected squared
+    contribution to the policy gradient; Prioritized Replay (Fatemi, arXiv 2601.02648) sorts by it.
+    For rewards 0 and 1 with k of n right, r̄ = p = k/n and
+    ω = (k(1−p)² + (n−k)p²)/n = p(1−p)² + (1−p)p² = p(1−p): greatest at p = ½, zero at 0 and 1.
+    Raises ValueError if no completion is graded.
+    """
+    rewards, correct = graded(outcome.rewards), graded(outcome.correct)
+    n = len(rewards)
+    if n == 0:
+        raise ValueError("no completion is graded")
+    total = sum(correct)
+    flat = not has_variance(rewards, grading.variance_tolerance, grading.width)
+    return Figures(
+        graded=n,
+        correct=total,
+        p=total / n,
+        reward=sum(rewards) / n,
+        omega=omega(rewards, grading.width),
+        zero_variance=flat,
+        truncated=2 * sum(outcome.truncated) > len(outcome.truncated),
+    )
