@@ -58,6 +58,7 @@ class Link:
         self._wake = asyncio.Event()
         self._sent = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[None] | None = None
         self._noted: dict[int, int] = {}
         self._positions: dict[int, int] = {}
         self._weights_position = 0
@@ -97,6 +98,7 @@ class Link:
             self._watch_producer(),
         ]
         tasks = [asyncio.ensure_future(part) for part in work]
+        self._running = asyncio.current_task()
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -146,7 +148,10 @@ class Link:
         await self._producer.flush()
 
     async def stop(self) -> None:
-        """Close the clients."""
+        """End `run` and close the clients."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         for client in ("_tasks", "_weights", "_producer"):
             if hasattr(self, client):
                 await getattr(self, client).stop()

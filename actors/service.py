@@ -95,9 +95,8 @@ class Actor:
         try:
             background.append(asyncio.create_task(self._guarded(self._work())))
             leaving = await self._leaving
-            log.log(logging.INFO if leaving.code == 0 else logging.ERROR, "%s", leaving.why)
+            log.info("leaving: %s", leaving.why)
             await self._leave(leaving)
-            return leaving.code
         finally:
             for task in background:
                 task.cancel()
@@ -106,6 +105,9 @@ class Actor:
             await self._pool.stop()
             self._kafka.stop()
             self._watch.stop()
+        if leaving.code:
+            log.error("%s", leaving.why)
+        return leaving.code
 
     # The way in.
 

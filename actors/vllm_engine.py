@@ -81,7 +81,10 @@ class VllmEngine(Engine):
             AsyncLLM.from_engine_args, args, stat_loggers=[self._counter.logger]
         )
         await self._llm.collective_rpc("die_with_actor", args=(os.getpid(),))
-        self._tokenizer = self._llm.get_tokenizer()
+        self._tokenizer: Any = self._llm.get_tokenizer()
+        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            # Graders see what was sampled, not a tidier text.
+            self._tokenizer.clean_up_tokenization_spaces = False
         self._context = self._llm.model_config.max_model_len
         self._encoder = PromptEncoder(
             self._tokenizer, self.config.model, self.config.rollout.max_prompt_tokens
@@ -184,9 +187,7 @@ class VllmEngine(Engine):
             Span(Version.parse(span.version), span.start, span.end)
             for span in completion.weight_versions or []
         ]
-        text = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return Sampled(tokens, logprobs, spans, text, completion.finish_reason)
 
     def _find_end_tokens(self) -> set[int]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -30,7 +31,7 @@ from learner.deepspeed_config import deepspeed_config
 from learner.loss import TokenSums, grpo, token_logprobs, token_sums
 from learner.ranks import Ranks
 from learner.trainer import StepResult
-from protocol.config import HUB, Config
+from protocol.config import HUB, Config, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +39,24 @@ MAX_SHARD = "5GB"
 
 
 def load_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-    """The model at `model.path`, without dropout. Raises OSError if it cannot be read."""
-    model = AutoModelForCausalLM.from_pretrained(
-        config.model.path.removeprefix(HUB),
-        dtype=dtype,
-        attn_implementation="sdpa",
-        trust_remote_code=config.model.trust_remote_code,
+    """The model at `model.path`, without dropout. Raises ConfigError if it cannot be read."""
+    model: PreTrainedModel = _read(
+        AutoModelForCausalLM, config, dtype=dtype, attn_implementation="sdpa"
     )
     model.eval()
     return model
+
+
+def _read(kind: Any, config: Config, **options: Any) -> Any:
+    path = config.model.path
+    if not path.startswith(HUB) and not Path(path).is_dir():
+        raise ConfigError(f"model.path: {path}: no such directory")
+    try:
+        return kind.from_pretrained(
+            path.removeprefix(HUB), trust_remote_code=config.model.trust_remote_code, **options
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path}: cannot be loaded: {error}") from error
 
 
 class DeepSpeedTrainer:
@@ -57,8 +67,8 @@ class DeepSpeedTrainer:
     ) -> None:
         """Load the model and wrap it; `progress` is called after every micro-step.
 
-        Raises ConfigError for a DeepSpeed config that contradicts the run, OSError for a model
-        that cannot be read.
+        Raises ConfigError: the DeepSpeed config contradicts the run or is none, or the model
+        cannot be read.
         """
         self._config = config
         self._ranks = ranks
@@ -69,23 +79,11 @@ class DeepSpeedTrainer:
         if config.learner.threads is not None:
             torch.set_num_threads(config.learner.threads)
         dtype = _training_dtype(settings)
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            config.model.path.removeprefix(HUB), trust_remote_code=config.model.trust_remote_code
-        )
-        if ranks.device.type == "cpu":
-            # DeepSpeed would compile an operator for inference, a minute that training never uses.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self._tokenizer = _read(AutoTokenizer, config)
         model = load_model(config, dtype)
         if "activation_checkpointing" in settings:
             _checkpoint_activations(model)
-        self._engine, _, _, self._schedule = deepspeed.initialize(
-            model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
-            config=settings,
-            dist_init_required=False,
-        )
-        # The learner steps the schedule itself: the warm-up multiplies what the schedule says.
-        self._engine.lr_scheduler = None
+        self._engine, self._schedule = _initialize(model, settings)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._reference: PreTrainedModel | None = None
         if config.learner.loss.kl > 0:
@@ -226,6 +224,25 @@ class DeepSpeedTrainer:
             described.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def _initialize(model: PreTrainedModel, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """The DeepSpeed engine around `model`, and its schedule, which the engine no longer steps: the
+    warm-up multiplies what the schedule says."""
+    if not torch.cuda.is_available():
+        # DeepSpeed would compile an operator for inference, a minute that training never uses.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        engine, _, _, schedule = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=settings,
+            dist_init_required=False,
+        )
+    except (ValueError, TypeError, AssertionError, DeepSpeedConfigError) as error:
+        raise ConfigError(f"learner.deepspeed: refused by DeepSpeed: {error}") from error
+    engine.lr_scheduler = None
+    return engine, schedule
+
+
 def _training_dtype(settings: dict[str, Any]) -> torch.dtype:
     for keys, dtype in ((("bf16", "bfloat16"), torch.bfloat16), (("fp16",), torch.float16)):
         if any((settings.get(key) or {}).get("enabled") for key in keys):
@@ -238,13 +255,13 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     would switch dropout on; a model that has any is refused."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ValueError(
+            raise ConfigError(
                 f"learner.deepspeed.activation_checkpointing: {name} has dropout {module.p}; "
                 "set it to 0 in the model's config.json"
             )
     for name, value in vars(model.config).items():
         if "dropout" in name and isinstance(value, float) and value > 0:
-            raise ValueError(
+            raise ConfigError(
                 f"learner.deepspeed.activation_checkpointing: the model's {name} is {value}; "
                 "set it to 0 in the model's config.json"
             )

@@ -1,23 +1,20 @@
-"""Rank 0's Kafka side: released batches and the groups that they name.
+"""Rank 0's Kafka side: released batches and their groups in, the learner's word out.
 
-Invariants: it runs on a thread and loop of its own and does no training; both topics are read from
-the ends noted at the start, so nothing of an earlier learner is seen; a group is kept only while it
-could still be trained, so the buffer is bounded; nothing is handed out that is not the very content
-that the scheduler's outcome named, or that the on-policy rule refuses.
+Invariants: it runs on a thread and loop of its own and trains nothing; both topics are read by
+manual assignment from the ends noted at the start, so nothing of an earlier learner is met; what
+the learner says is acknowledged before it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from learner.groups import GroupBuffer
 from protocol.codec import ProtocolError
 from protocol.config import Config
 from protocol.kafka import BrokerError, Kafka, Producer, Reader, Record
@@ -30,22 +27,17 @@ from protocol.messages import (
     Message,
     RewardGroup,
     RunEnded,
-    SnapshotWritten,
     StepCompleted,
     StopRequested,
     WeightsPublished,
 )
 from protocol.topics import Topics
-from protocol.versions import Verdict, Version, judge
+from protocol.versions import Version
 
 log = logging.getLogger(__name__)
 
-# Longest pause of a reader without a record; it bounds nothing but how soon a reader can end.
-POLL_SECONDS = 0.5
-REMEMBERED = 10_000
-
-Place = tuple[int, int]
-"""Partition and offset on `groups`."""
+# A read that finds nothing lasts this long; nothing depends on it but how soon a reader can stop.
+POLL_SECONDS = 1.0
 
 
 class LearnerError(Exception):
@@ -68,142 +60,176 @@ class Collected:
 
 
 class Inbox:
-    """Reads `groups` and `batches`, and sends what the learner has to say.
+    """Every method is a coroutine of the Kafka thread's loop."""
 
-    Every method is a coroutine of the Kafka thread's loop.
-    """
-
-    def __init__(self, kafka: Kafka, topics: Topics, config: Config) -> None:
+    def __init__(self, kafka: Kafka, topics: Topics, config: Config, generation: int) -> None:
+        """`generation`: this learner's; batches of a lower one are ignored."""
+        run = config.run
         self._kafka = kafka
         self._topics = topics
-        self._config = config
-        self._generation = -1
-        self._step = 0
-        self._kept: OrderedDict[Place, bytes] = OrderedDict()
-        self._dropped: OrderedDict[Place, tuple[str, str]] = OrderedDict()
-        self._oldest: dict[Place, int] = {}
-        self._queue: list[BatchReleased] = []
+        self._wait = config.waits
+        # Open groups of L + 1 steps with their replacements, and once more for second attempts.
+        capacity = 2 * (run.max_lag + 1) * (run.prompts_per_step + config.max_refill)
+        self.groups = GroupBuffer(generation, run.max_lag, capacity, config.kafka.max_message_bytes)
+        self.dead_letters = 0
+        """Records of `groups` that are no message."""
+        self._batches: list[BatchReleased] = []
         self._ended: RunEnded | None = None
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._readers: list[Reader] = []
         self._producer: Producer | None = None
-        self._changed = asyncio.Condition()
-        self.dead_letters = 0
-        """Records of `groups` that were no message."""
 
-    @property
-    def capacity(self) -> int:
-        """Most groups kept: twice what L + 1 steps may issue, for second attempts and surplus."""
-        run = self._config.run
-        return 2 * (run.max_lag + 1) * (run.prompts_per_step + self._config.max_refill)
-
-    @property
-    def kept(self) -> int:
-        """Groups kept now."""
-        return len(self._kept)
-
-    async def start(self, generation: int) -> None:
+    async def start(self) -> None:
         """Start the clients, note the ends of both topics and read on from there."""
-        self._generation = generation
         self._producer = await self._kafka.producer()
-        groups = await self._kafka.reader(self._topics.groups, RewardGroup)
-        self._readers.append(groups)
-        batches = await self._kafka.reader(self._topics.batches, BatchRecord)
-        self._readers.append(batches)
-        for reader in (groups, batches):
+        for topic, kind, take in (
+            (self._topics.groups, RewardGroup, self._take_group),
+            (self._topics.batches, BatchRecord, self._take_batch),
+        ):
+            reader = await self._kafka.reader(topic, kind)
+            self._readers.append(reader)
             await reader.assign(await reader.ends())
-        self._tasks = [
-            asyncio.create_task(self._guard(self._read(groups, self._take_group))),
-            asyncio.create_task(self._guard(self._read(batches, self._take_batch))),
-        ]
+            self._tasks.append(asyncio.create_task(self._guarded(self._read(reader, take))))
 
     async def stop(self) -> None:
-        """Stop the clients; what was sent is flushed first."""
+        """Stop the clients; what was sent goes out first, within a bound."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._producer is not None:
-            with contextlib.suppress(BrokerError):
-                await self._producer.flush()
-            await self._producer.stop()
         for reader in self._readers:
             await reader.stop()
+        if self._producer is not None:
+            await self._producer.stop()
 
     async def publish(self, message: WeightsPublished) -> None:
-        """Send on `weights` and wait for the acknowledgement."""
-        await self._acknowledged(self._topics.weights, message)
+        """Send on `weights` and wait for the acknowledgement, at most `waits.kafka`."""
+        await self._send(self._topics.weights, message)
 
     async def tell(self, message: LearnerReady | StepCompleted | StopRequested) -> None:
-        """Send on `events` and wait for the acknowledgement."""
-        await self._acknowledged(self._topics.events, message)
+        """Send on `events` and wait for the acknowledgement, at most `waits.kafka`."""
+        await self._send(self._topics.events, message)
 
     async def next(self, version: Version, wait: float) -> BatchReleased | RunEnded | None:
-        """The batch of `version`, the end of the run, or None after `wait` seconds.
+        """The batch of `version`, or the end of the run, or None after `wait` seconds.
 
-        Raises LearnerError: the record is of a newer learner or of another step, or a reader ended.
+        Raises LearnerError: the batch is of a newer learner or of a later step, or cannot be read.
         """
-        self._advance(version)
-
-        def found() -> bool:
-            return bool(self._queue or self._ended)
-
-        await self._until(found, wait)
-        while self._queue:
-            batch = self._queue.pop(0)
+        self.groups.advance(version.step)
+        await self._until(lambda: bool(self._batches or self._ended), wait)
+        while self._batches:
+            batch = self._batches.pop(0)
             if batch.version == version:
                 return batch
             if batch.version > version:
+                newer = batch.version.generation > version.generation
                 raise LearnerError(
-                    f"topic {self._topics.batches}: batch {batch.version} was released and this "
-                    f"learner waits for {version}; "
-                    + (
-                        "a newer learner has taken over, so this one stops"
-                        if batch.version.generation > version.generation
-                        else "a batch in between was lost"
-                    )
+                    f"topic {self._topics.batches}: found the batch of version {batch.version}, "
+                    f"expected {version}; "
+                    + ("a newer learner has taken over" if newer else "a batch in between is lost")
                 )
-            log.warning("batch %s came late and is ignored; %s is due", batch.version, version)
+            log.warning("ignored a late batch of version %s; %s is due", batch.version, version)
+        return self._ended
+
+    async def end(self, wait: float) -> RunEnded | None:
+        """The end of the run, or None after `wait` seconds; batches are dropped meanwhile."""
+        await self._until(lambda: self._ended is not None, wait)
         return self._ended
 
     async def collect(self, batch: BatchReleased) -> Collected:
-        """The groups of `batch`, waiting for each at most `waits.group`, and why not the others."""
-        wait = self._config.waits.group
-        places = [(g.ref.partition, g.ref.offset) for g in batch.groups]
+        """The groups of `batch`, waiting for all of them at most `waits.group`."""
 
         def there() -> bool:
-            return all(p in self._kept or p in self._dropped for p in places)
+            return all(self.groups.knows(group.ref) for group in batch.groups)
 
-        await self._until(there, wait)
+        await self._until(there, self._wait.group)
         collected = Collected()
-        for group, place in zip(batch.groups, places, strict=True):
-            raw = self._kept.get(place)
-            end = self._refusal(group, batch.version, raw, place)
-            if end is None and raw is not None:
+        for group in batch.groups:
+            missing = (
+                f"not found within {self._wait.group:g} s (waits.group) at partition "
+                f"{group.ref.partition} offset {group.ref.offset} of topic {self._topics.groups}"
+            )
+            taken = self.groups.take(group, batch.version, missing)
+            if isinstance(taken, GroupEnd):
+                log.warning("group %s: %s: %s", group.id, taken.end, taken.why)
+                collected.refused.append(taken)
+            else:
                 collected.admitted.append(group)
-                collected.raw.append(raw)
-            elif end is not None:
-                collected.refused.append(GroupEnd(group.task, group.attempt, *end))
-        for place in places:
-            self._forget(place)
+                collected.raw.append(taken)
         return collected
 
-    def _refusal(
-        self, group: BatchGroup, version: Version, raw: bytes | None, place: Place
-    ) -> tuple[str, str] | None:
-        """The end and reason of a group that may not be trained, or None."""
-        where = f"topic {self._topics.groups} partition {place[0]} offset {place[1]}"
-        if raw is None:
-            return self._dropped.get(place) or (
-                "failed",
-                f"not found within {self._config.waits.group:g} s (waits.group): {where}",
+    async def _send(self, topic: str, message: Message) -> None:
+        assert self._producer is not None
+        partition = 0
+        name = type(message).__name__
+        try:
+            async with asyncio.timeout(self._wait.kafka):
+                await (await self._producer.send(topic, message, partition=partition))
+        except TimeoutError:
+            raise BrokerError(
+                f"topic {topic}: {name} was not acknowledged within {self._wait.kafka:g} s "
+                "(waits.kafka)"
+            ) from None
+
+    async def _until(self, condition: Callable[[], bool], wait: float) -> None:
+        """Return when `condition` holds or `wait` seconds are over. Raises what ended a reader."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                while not condition() and self._failure is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _read(
+        self, reader: Reader, take: Callable[[Record], Coroutine[Any, Any, None]]
+    ) -> None:
+        while True:
+            for record in await reader.read(POLL_SECONDS):
+                await take(record)
+            self._changed.set()
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """A reader that ends takes the learner with it, at its next wait."""
+        try:
+            await work
+        except Exception as error:
+            self._failure = error
+            self._changed.set()
+
+    async def _take_group(self, record: Record) -> None:
+        self.groups.add((record.partition, record.offset), record.raw, record.message)
+        if isinstance(record.message, ProtocolError):
+            self.dead_letters += 1
+            log.error(
+                "topic %s partition %d offset %d: %s",
+                record.topic,
+                record.partition,
+                record.offset,
+                record.message,
             )
-        message = self._kafka_decode(raw)
-        if hashlib.sha256(raw).digest() != group.ref.digest or message.id != group.id:
-            return (
-                "failed",
-                f"{where} has other content than its outcome says "
-                f"(group {message.id}, {group.id} expected)",
+            assert self._producer is not None
+            headers = {
+                "reason": record.message,
+                "partition": record.partition,
+                "offset": record.offset,
+            }
+            await self._producer.send_raw(
+                self._topics.dead(record.topic),
+                record.raw,
+                partition=0,
+                headers=[(name, str(value).encode()[:4096]) for name, value in headers.items()],
             )
-        verdict = _verdict(message, version, self._config.run.max_lag)
-        return None if verdict is Verdict.ADMISSIBLE else (verdict.end, verdict.value)
+
+    async def _take_batch(self, record: Record) -> None:
+        message = record.message
+        if isinstance(message, ProtocolError):
+            raise LearnerError(
+                f"topic {record.topic} offset {record.offset}: not a batch: {message}; scheduler "
+                "and learner are of releases that do not fit"
+            )
+        if isinstance(message, RunEnded):
+            self._ended = message
+        elif isinstance(message, BatchReleased):
+            self._batches.append(message)

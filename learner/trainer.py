@@ -15,8 +15,6 @@ from learner.batch import Batch
 from learner.ranks import Ranks
 from protocol.config import Config
 
-DEFAULT = "learner.engine:DeepSpeedTrainer"
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

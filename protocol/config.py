@@ -19,6 +19,7 @@ from protocol.codec import DEFAULT_MAX_BYTES
 
 HUB = "hf://"
 EMBEDDED = "embedded"
+FETCH_WAIT, EMBEDDED_FETCH_WAIT = 0.2, 0.02
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -383,6 +384,9 @@ class KafkaConfig(Section):
     """Of the producers."""
     idempotence: bool | None = None
     """Idempotent producers. Default: on, except with the embedded broker, which has none."""
+    fetch_wait: Annotated[float, Field(gt=0, le=30)] | None = None
+    """Longest time a fetch waits at the broker for records. Default: 0.2, and 0.02 with the embedded
+    broker, which looks again only after half of it."""
     replication_factor: Positive | None = None
     """Of the topics. Default: the broker's, and 1 with the embedded broker."""
     group_partitions: Positive = 8
@@ -545,7 +549,9 @@ def _line(path: Path, error: Any) -> str:
         message = "unknown key; see docs/configuration.md for the fields there are"
     elif error["type"] == "missing":
         message = "is missing and has no default"
-    elif error["type"] not in ("value_error", "union_tag_not_found"):
+    elif error["type"] == "union_tag_not_found":
+        message = f"needs {error['ctx']['discriminator']}: one of {', '.join(BRANCHES[:2])}"
+    elif error["type"] != "value_error":
         message += f"; found {error['input']!r:.80}"
     return f"{path}: {field}: {message}"
 

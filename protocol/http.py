@@ -17,6 +17,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 log = logging.getLogger(__name__)
 
+# How soon a stop is noticed.
+POLL_SECONDS = 0.1
+
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 """Returns (alive by own progress, facts such as `state`, `version`, `seconds_in_state`)."""
 
@@ -58,7 +61,10 @@ class MonitorServer:
         except OSError as error:
             raise OSError(f"metrics.host {host}, port {port}: {error.strerror}") from None
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="monitor", daemon=True).start()
+        serving = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="monitor", daemon=True
+        )
+        serving.start()
 
     @property
     def port(self) -> int:

@@ -24,7 +24,7 @@ from aiokafka.structs import RecordMetadata
 
 from protocol import __version__
 from protocol.codec import SCHEMA, ProtocolError, decode, encode
-from protocol.config import KafkaConfig
+from protocol.config import FETCH_WAIT, KafkaConfig
 from protocol.messages import AnyMessage, GroupRef, Message
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Kafka:
                 auto_offset_reset="none",
                 max_partition_fetch_bytes=size,
                 fetch_max_bytes=max(size, 52_428_800),
-                fetch_max_wait_ms=200,
+                fetch_max_wait_ms=int(1000 * (self.config.fetch_wait or FETCH_WAIT)),
             ),
             "stop",
         )
@@ -325,6 +325,8 @@ class Reader:
     async def stop(self) -> None:
         """Stop the client, within a bound."""
         await _stop(self._consumer.stop())
+        # Where the broker is away the line above may end early; this one may run twice.
+        await _stop(self._consumer._client.close())
 
     def _at(self, partition: int) -> TopicPartition:
         return TopicPartition(self.topic, partition)
@@ -350,6 +352,11 @@ def _naming(topic: str, what: str) -> Iterator[None]:
 async def _stop(stopping: Awaitable[None]) -> None:
     try:
         await asyncio.wait_for(stopping, STOP_SECONDS)
+    except asyncio.CancelledError:
+        # A fetch that a consumer cancels on its way out comes back as if we were cancelled.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
     except (KafkaError, OSError, TimeoutError) as error:
         log.warning("a Kafka client did not stop cleanly: %r", error)
 

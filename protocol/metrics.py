@@ -8,6 +8,8 @@ used.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from protocol import __version__
@@ -208,7 +210,69 @@ class ActorMetrics(ProcessMetrics):
 
 
 class LearnerMetrics(ProcessMetrics):
-    """The learner's (rank 0)."""
+    """The learner's (rank 0). `step` holds one gauge for each of `STEP`, of the last step."""
+
+    STEP: ClassVar[dict[str, str]] = {
+        "loss": "Loss of the step.",
+        "entropy": "Mean entropy of the tempered distribution over trained tokens, in nats.",
+        "clip_share": "Share of trained tokens whose gradient the clip takes away.",
+        "weight_truncated_share": "Share of trained tokens whose importance weight is truncated.",
+        "weight_mean": "Mean importance weight of learner over sampler, truncated.",
+        "weight_max_deviation": "Largest |importance weight - 1|.",
+        "kl_sampler": "Estimated KL(sampler || learner) per token, in nats.",
+        "logprob_gap_mean": "Mean |log-prob of learner - of sampler| over trained tokens.",
+        "logprob_gap_max": "Largest |log-prob of learner - of sampler|.",
+        "length_mean": "Mean length of the trained groups' completions, in tokens.",
+        "length_p95": "95th percentile of the trained groups' completion lengths, in tokens.",
+        "truncated_share": "Share of the trained groups' completions that were cut off.",
+        "grad_norm": "Norm of the gradient before clipping.",
+        "lr": "Learning rate of the first parameter group.",
+        "reward_mean": "Mean reward of trained groups; held near 1/2 by selection, not progress.",
+        "reward_explored_mean": "Mean reward of trained exploration draws, which are unbiased.",
+        "mean_abs_advantage": "Mean |advantage| over graded completions.",
+        "staleness_mean": "Mean age of the trained groups' oldest tokens, in steps.",
+        "impure_trained": "Trained groups that are not of exactly the step's version.",
+    }
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "learner")
+        self.step = {
+            name: Gauge(f"reprise_learner_{name}", text, registry=registry)
+            for name, text in self.STEP.items()
+        }
+        self.steps = Counter(
+            "reprise_learner_steps_total",
+            "Batches done, by whether the weights changed (updated, skipped).",
+            ["result"],
+            registry=registry,
+        )
+        self.groups_ended = Counter(
+            "reprise_learner_groups_total",
+            "Groups of released batches, by end.",
+            ["end"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "reprise_learner_tokens_total",
+            "Tokens trained, by kind (completion, prompt).",
+            ["kind"],
+            registry=registry,
+        )
+        self.phase_seconds = Histogram(
+            "reprise_learner_phase_seconds",
+            "Seconds of each step by phase (wait, assemble, train, publish).",
+            ["phase"],
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.published_bytes = Counter(
+            "reprise_learner_published_bytes_total",
+            "Bytes of weights published.",
+            registry=registry,
+        )
+        self.groups_kept = Gauge(
+            "reprise_learner_groups_kept", "Groups kept for a later batch.", registry=registry
+        )
+        self.kept_bytes = Gauge(
+            "reprise_learner_groups_kept_bytes", "Bytes of those groups.", registry=registry
+        )

@@ -37,7 +37,6 @@ class Task:
         step: of its round (training), or of the evaluated version.
         attempt: the latest; it waits for an actor while `actor` is None.
         avoid: the actor that lost the attempt before.
-        started: whether the actor said that it started the latest attempt.
         got: attempt whose outcome came first; 0 while there is none.
         ref, oldest, reward: of that outcome.
     """
@@ -58,7 +57,6 @@ class Task:
         "ref",
         "reward",
         "seed",
-        "started",
         "step",
         "temperature",
         "version",
@@ -91,7 +89,6 @@ class Task:
         self.attempt = 1
         self.actor: str | None = None
         self.avoid: str | None = None
-        self.started = False
         self.got = 0
         self.ref: GroupRef | None = None
         self.oldest: Version | None = None
@@ -119,7 +116,6 @@ class Task:
             self.attempt,
             self.actor,
             self.avoid,
-            self.started,
             self.got,
             None if ref is None else [ref.partition, ref.offset, ref.digest],
             None if oldest is None else [oldest.generation, oldest.step],
@@ -130,10 +126,10 @@ class Task:
     def from_state(cls, state: list[Any]) -> Task:
         """The task that `state` was taken of."""
         task = cls(state[0], Version(*state[1]), *state[2:10])
-        task.attempt, task.actor, task.avoid, task.started, task.got = state[10:15]
-        task.ref = None if state[15] is None else GroupRef(*state[15])
-        task.oldest = None if state[16] is None else Version(*state[16])
-        task.reward = state[17]
+        task.attempt, task.actor, task.avoid, task.got = state[10:14]
+        task.ref = None if state[14] is None else GroupRef(*state[14])
+        task.oldest = None if state[15] is None else Version(*state[15])
+        task.reward = state[16]
         return task
 
 

@@ -29,7 +29,6 @@ class Dispatch:
     def add(self, task: Task) -> None:
         """The latest attempt of `task` waits for an actor."""
         task.actor = None
-        task.started = False
         urgency = 2 * task.step + (0 if task.training else 1)
         heapq.heappush(self._queue, (urgency, task.number, task.attempt, task.id))
 

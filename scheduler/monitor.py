@@ -51,7 +51,10 @@ class Monitor:
     @property
     def lag(self) -> float:
         """Seconds that an event waits for the scheduler now."""
-        return max(self._lag, time.monotonic() - self._ticks[0] if self._ticks else 0.0)
+        try:
+            return max(self._lag, time.monotonic() - self._ticks[0])
+        except IndexError:
+            return self._lag
 
     def event(self, event: EventRecord) -> None:
         """An event was applied."""
@@ -150,8 +153,7 @@ class Monitor:
         for reason, count in record.by_reason.items():
             metrics.groups.labels(reason, "mixed").inc(count.mixed)
             metrics.groups.labels(reason, "zero").inc(count.zero_variance)
-            other = count.groups - count.mixed - count.zero_variance
-            metrics.groups.labels(reason, "shaping_only").inc(max(0, other))
+            metrics.groups.labels(reason, "shaping_only").inc(count.shaping_only)
         metrics.batch_groups.labels("planned").inc(record.planned)
         metrics.batch_groups.labels("released").inc(record.groups)
         for cause, seconds in record.waited.items():

@@ -222,7 +222,7 @@ class Roster:
         self.actors = {actor.name: actor for actor in actors}
         self._joins = state["joins"]
         self._past = {name: dict(past) for name, past in state["past"]}
-        self._strangers = {name: at for name, at in state["strangers"]}
+        self._strangers = dict(state["strangers"])
 
 
 def _add(figures: dict[str, float], actor: Actor) -> None:

@@ -1,185 +1,176 @@
-"""The rounds that are open: how many groups each still wants, and which groups make a batch.
+"""The open rounds together: which groups make the next batch, and what it has to wait for.
 
-Round s exists to give the batch of step s its `planned` groups. Each of its places holds a task
-(`alive`: issued and not ended), or is owed a first pick (`owed`: the strategy had none when the
-round was picked), or wants a replacement (`vacant`), or was given up. Invariant: alive + owed +
-vacant ≤ planned, and replacements issued ≤ max_refill.
+A batch takes ready groups of all open rounds, oldest version first, then in the order of issue.
+Tasks of its own round that it leaves behind move on: what remains is dealt to the later rounds in
+the same order.
 
-Which groups a batch takes, and why none becomes too old. A batch takes ready groups of all open
-rounds, oldest version first, then in the order of issue. Tasks of its own round that it leaves
-behind move on: what remains is dealt to the later rounds in the same order. At current step c and
-lag L, a task issued at version v may be trained in batches up to v + L. So the batch of step c is
-held back while, for any v in [c − L, c), more tasks of versions ≤ v would remain than the batches
-c+1 … v+L can take: remaining(≤ v) ≤ planned · (v + L − c). For v = c − L this is the design's rule
-that no group issued at step c − L may be without an outcome; for L ≥ 2 the further ones keep fast
-young groups from crowding out slow old ones. Tasks issued at v belong to rounds ≤ v + L, so the
-condition holds again once the old ones have their outcomes: waiting for them always suffices.
+Why no group becomes too old. At current step c and lag L, a task issued at version v may be
+trained in batches up to v + L, and is issued for a round ≤ v + L. The batch of step c is held back
+while, for any v in [c − L, c], late tasks (without an outcome) are among more tasks of versions ≤ v
+than the batches after it take: remaining(≤ v) > planned · (v + L − c). For v = c − L this is the
+rule that no group issued at step c − L is left without an outcome; for L ≥ 2 the others keep fast
+young groups from crowding out slow old ones. The rounds up to v + L hold at most `planned` tasks
+each, so waiting for the late ones suffices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from scheduler.accounts import Task
+from scheduler.round import Round
 
 
-def age_key(task: Task) -> tuple[int, int]:
+def _age(task: Task) -> tuple[int, int]:
     """Oldest version first, then the order of issue."""
     return task.version.step, task.number
 
 
-class Round:
-    """The round of one step.
+class OpenRounds:
+    """The rounds of the current step and of those after it.
 
     Attributes:
-        step: of its batch.
-        selected: whether the strategy made its first selection.
-        owed, vacant: places without a task, see the module.
-        refills: replacements issued.
-        places: tasks issued; the next one's place.
-        used: problems issued for this step, also for an empty round before this one.
-        alive: its tasks that have not ended, by id, in the order of issue.
-        waiting: how many of them have no outcome.
-        dry: the strategy had nothing to offer, and nothing has changed since.
-        replays: tasks whose problem had been visited before.
-        ends: how its tasks ended, for an empty round.
+        ready: groups that wait for a batch.
     """
 
-    __slots__ = (
-        "alive",
-        "dry",
-        "ends",
-        "owed",
-        "places",
-        "refills",
-        "replays",
-        "selected",
-        "step",
-        "used",
-        "vacant",
-        "waiting",
-    )
+    def __init__(self, planned: int, lag: int) -> None:
+        """`planned`: groups of a full batch; `lag`: largest age L in steps."""
+        self._planned, self._lag = planned, lag
+        self._rounds: dict[int, Round] = {}
+        self.ready = 0
+        # Tasks without outcome by the step of their version.
+        self._waiting: dict[int, int] = {}
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.selected = False
-        self.owed = 0
-        self.vacant = 0
-        self.refills = 0
-        self.places = 0
-        self.used: set[int] = set()
-        self.alive: dict[str, Task] = {}
-        self.waiting = 0
-        self.dry = False
-        self.replays = 0
-        self.ends: dict[str, int] = {}
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self._rounds.values())
 
-    def again(self) -> None:
-        """It came out empty: a new round for the same step, with a new refill."""
-        self.selected = False
-        self.owed = self.vacant = self.refills = 0
-        self.dry = False
-        self.ends = {}
+    def open(self, step: int) -> Round:
+        """The round of `step`; it is opened if it is not."""
+        found = self._rounds.get(step)
+        if found is None:
+            found = self._rounds[step] = Round(step)
+        return found
 
-    def add(self, task: Task) -> None:
-        """A task takes one of its places."""
-        task.step = self.step
-        self.alive[task.id] = task
-        self.used.add(task.problem)
+    @property
+    def tasks(self) -> Iterator[Task]:
+        """Tasks in all rounds."""
+        return (task for each in self for task in each.alive.values())
+
+    def __len__(self) -> int:
+        return sum(len(each.alive) for each in self)
+
+    def add(self, current: Round, task: Task) -> None:
+        """A task is issued for a round."""
+        current.add(task)
+        step = task.version.step
+        self._waiting[step] = self._waiting.get(step, 0) + 1
+
+    def got(self, task: Task, attempt: int) -> None:
+        """The first outcome of a task came in."""
+        task.got = attempt
+        self._rounds[task.step].waiting -= 1
+        self._no_longer_waits(task)
+
+    def remove(self, task: Task) -> Round | None:
+        """A task ended; returns its round, None if it was at the learner."""
+        current = self._rounds.get(task.step)
+        if current is None or task.id not in current.alive:
+            return None
+        current.remove(task)
         if not task.got:
-            self.waiting += 1
+            self._no_longer_waits(task)
+        elif task.ref is not None:
+            self.ready -= 1
+        return current
 
-    def remove(self, task: Task) -> None:
-        """A task ended, or moves on."""
-        del self.alive[task.id]
-        if not task.got:
-            self.waiting -= 1
+    def size(self, step: int) -> int | None:
+        """Groups that the batch of `step` would take, were it not for late ones.
+
+        A full batch if so many are ready; what its round has ready if nothing of the round is open
+        but tasks that would be too old for the next batch; where its round has come to nothing,
+        what the later rounds have ready when nothing of them is open either. None if it is too
+        early; 0 if there is nothing at all.
+        """
+        if self.ready >= self._planned:
+            return self._planned
+        current = self._rounds.get(step)
+        if current is None or current.waiting > self._too_old(step):
+            return None
+        if current.alive:
+            return len(current.alive) - current.waiting
+        return None if self._waiting else self.ready
+
+    def held(self, step: int, size: int) -> bool:
+        """Has a batch of `size` groups to wait for late ones?"""
+        return self._too_old(step) > 0 or (self._lag > 1 and bool(self.late(step, size)))
+
+    def late(self, step: int, size: int) -> list[Task]:
+        """The tasks without outcome that hold up a batch of `size` groups; see the module."""
+        tasks = sorted(self.tasks, key=_age)
+        for version in range(step - self._lag, max(step, step - self._lag + 1)):
+            old = [task for task in tasks if task.version.step <= version]
+            late = [task for task in old if not task.got]
+            remaining = len(old) - min(size, len(old) - len(late))
+            if late and remaining > self._planned * (version + self._lag - step):
+                return late
+        return []
+
+    def take(self, step: int, size: int) -> tuple[list[Task], Round]:
+        """Take the batch of `step` out, and deal what remains to the later rounds.
+
+        Returns its groups, oldest first, and its round, which is closed. A later round whose groups
+        were taken gets tasks of the closed one in exchange; where those do not suffice its places
+        become vacant.
+        """
+        groups = sorted((task for task in self.tasks if task.got), key=_age)[:size]
+        current = self._rounds.pop(step)
+        later = [self._rounds[s] for s in sorted(self._rounds)]
+        sizes = [len(each.alive) for each in later]
+        for task in groups:
+            (current if task.step == step else self._rounds[task.step]).remove(task)
+        self.ready -= size
+        if current.alive or [len(each.alive) for each in later] != sizes:
+            self._deal([current, *later], later, sizes)
+        return groups, current
+
+    def clear(self) -> None:
+        """Close all rounds; their tasks have ended."""
+        self._rounds, self._waiting, self.ready = {}, {}, 0
+
+    def _deal(self, old: list[Round], later: list[Round], sizes: list[int]) -> None:
+        remaining = sorted((task for each in old for task in each.alive.values()), key=_age)
+        for each in old:
+            for task in list(each.alive.values()):
+                each.remove(task)
+        for each, size in zip(later, sizes, strict=True):
+            dealt, remaining = remaining[:size], remaining[size:]
+            for task in dealt:
+                each.add(task)
+            each.vacant += size - len(dealt)
+
+    def _too_old(self, step: int) -> int:
+        """Tasks without outcome that would be too old for the batch after `step`."""
+        last = step - self._lag
+        return sum(count for version, count in self._waiting.items() if version <= last)
+
+    def _no_longer_waits(self, task: Task) -> None:
+        step = task.version.step
+        self._waiting[step] -= 1
+        if not self._waiting[step]:
+            del self._waiting[step]
 
     def state(self) -> list[Any]:
-        """What `from_state` needs."""
-        return [
-            self.step,
-            self.selected,
-            self.owed,
-            self.vacant,
-            self.refills,
-            self.places,
-            sorted(self.used),
-            list(self.alive),
-            self.dry,
-            self.replays,
-            dict(self.ends),
-        ]
+        """What `load` needs."""
+        return [each.state() for each in self]
 
-    @classmethod
-    def from_state(cls, state: list[Any], tasks: dict[str, Task]) -> Round:
-        """The round that `state` was taken of."""
-        new = cls(state[0])
-        new.selected, new.owed, new.vacant, new.refills, new.places = state[1:6]
-        new.used = set(state[6])
-        new.alive = {name: tasks[name] for name in state[7]}
-        new.waiting = sum(not task.got for task in new.alive.values())
-        new.dry, new.replays, new.ends = state[8], state[9], dict(state[10])
-        return new
-
-
-def held_up_by(tasks: Iterable[Task], step: int, lag: int, planned: int, size: int) -> list[Task]:
-    """The tasks without outcome for which a batch of `size` ready groups has to wait.
-
-    Args:
-        tasks: all that are open (issued, not ended, not at the learner).
-        step: of the batch.
-        lag: largest allowed age L in steps.
-        planned: groups of a full batch.
-        size: how many ready groups the batch would take, the oldest first.
-
-    Empty where the batch may go; see the module for the condition.
-    """
-    old = sorted((task for task in tasks if task.version.step < step or lag == 0), key=age_key)
-    for version in range(step - lag, max(step, step - lag + 1)):
-        upto = [task for task in old if task.version.step <= version]
-        late = [task for task in upto if not task.got]
-        remaining = len(upto) - min(size, len(upto) - len(late))
-        if late and remaining > planned * (version + lag - step):
-            return late
-    return []
-
-
-def deal(rounds: list[Round], taken: list[Task], current: Round, planned: int) -> None:
-    """Take a batch out of the rounds, and deal what remains to the later ones.
-
-    Args:
-        rounds: the later rounds, by step.
-        taken: the groups of the batch.
-        current: the round of the batch; it is empty afterwards.
-        planned: groups of a full batch.
-
-    A later round whose groups were taken gets tasks of `current` in exchange; where those do not
-    suffice its places become vacant.
-    """
-    sizes = [len(later.alive) for later in rounds]
-    for task in taken:
-        (current if task.id in current.alive else _round_of(rounds, task)).remove(task)
-    if not current.alive and all(
-        len(later.alive) == size for later, size in zip(rounds, sizes, strict=True)
-    ):
-        return
-    remaining = sorted(
-        (task for each in (current, *rounds) for task in each.alive.values()), key=age_key
-    )
-    for each in (current, *rounds):
-        for task in list(each.alive.values()):
-            each.remove(task)
-    for later, size in zip(rounds, sizes, strict=True):
-        dealt, remaining = remaining[:size], remaining[size:]
-        for task in dealt:
-            later.add(task)
-        later.vacant += size - len(dealt)
-    # The last rounds of a run have none after them.
-    for task in remaining:
-        current.add(task)
-
-
-def _round_of(rounds: list[Round], task: Task) -> Round:
-    return next(each for each in rounds if task.id in each.alive)
+    def load(self, state: list[Any], tasks: dict[str, Task]) -> None:
+        """Become the rounds that `state` was taken of; `tasks` are those in flight."""
+        rounds = [Round.from_state(each, tasks) for each in state]
+        self._rounds = {each.step: each for each in rounds}
+        self.ready = sum(task.ref is not None for task in self.tasks)
+        self._waiting = {}
+        for task in self.tasks:
+            if not task.got:
+                step = task.version.step
+                self._waiting[step] = self._waiting.get(step, 0) + 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deploy.local.broker import EmbeddedBroker
-from protocol.config import KafkaConfig
+from protocol.config import EMBEDDED_FETCH_WAIT, KafkaConfig
 from protocol.kafka import Kafka
 from protocol.topics import Topics
 
@@ -31,6 +31,7 @@ def kafka_section(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
         yield {
             "bootstrap_servers": broker.bootstrap_servers,
             "idempotence": False,
+            "fetch_wait": EMBEDDED_FETCH_WAIT,
             "replication_factor": 1,
         }
 

@@ -95,8 +95,13 @@ def smooth(values: Sequence[float | None], width: int = WINDOW) -> list[float | 
     return means
 
 
-def centred(values: Sequence[float | None], reach: int = WINDOW // 2) -> list[float | None]:
-    """Mean of what is there within `reach` places on both sides; None where nothing is."""
+def centred(values: Sequence[float | None], reach: int | None = None) -> list[float | None]:
+    """Mean of what is there within `reach` places on both sides; None where nothing is.
+
+    Without `reach` it is a twentieth of the values, between 1 and WINDOW ÷ 2.
+    """
+    if reach is None:
+        reach = min(WINDOW // 2, max(1, len(values) // 20))
     means: list[float | None] = []
     for i in range(len(values)):
         near = [v for v in values[max(0, i - reach) : i + reach + 1] if v is not None]

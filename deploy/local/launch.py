@@ -39,7 +39,7 @@ from deploy.local.supervisor import (
     Supervisor,
 )
 from deploy.local.view import make_view
-from protocol.config import Config, dump_config
+from protocol.config import EMBEDDED_FETCH_WAIT, Config, dump_config
 from protocol.kafka import BrokerError, Kafka
 from protocol.rundir import RunDir, RunIdentity
 from protocol.topics import TopicError, create_or_verify, require_empty
@@ -101,6 +101,7 @@ def _resolved(config: Config, broker: EmbeddedBroker | None) -> Config:
         "bootstrap_servers": broker.bootstrap_servers,
         "idempotence": False,
         "replication_factor": 1,
+        "fetch_wait": config.kafka.fetch_wait or EMBEDDED_FETCH_WAIT,
     }
     return config.model_copy(update={"kafka": config.kafka.model_copy(update=update)})
 
@@ -147,10 +148,11 @@ class _Running:
             wall_seconds=time.monotonic() - self.started,
         )
         write_summary(self.run_dir, summary)
-        with _reported(print):
-            write_report(self.run_dir)
-        for line in result_lines(summary, self.run_dir):
-            print(line)
+        if history.steps or history.evals:
+            with _reported(print):
+                write_report(self.run_dir)
+            for line in result_lines(summary, self.run_dir):
+                print(line)
         if stopped:
             print(how_to_go_on(self.run_dir, self.config_path))
         end = history.end

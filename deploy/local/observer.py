@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 0.5
 KEPT_WARNINGS = 4
+STARTING, NOT_ANSWERING = "starting", "not answering"
+UNKNOWN_STATES = (STARTING, NOT_ANSWERING)
 # The format that every process logs in: date time LEVEL name: message.
 TROUBLE = re.compile(rb"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
 
@@ -50,7 +52,7 @@ class Observer:
         self._thread = threading.Thread(target=self._loop, name="observer", daemon=True)
         self.history = History()
         self.processes: dict[str, ProcessFacts] = {
-            name: ProcessFacts(name, "starting") for name in names
+            name: ProcessFacts(name, STARTING) for name in names
         }
         self.warnings: deque[str] = deque(maxlen=KEPT_WARNINGS)
 
@@ -87,11 +89,11 @@ class Observer:
     def _ask(self, name: str) -> ProcessFacts:
         path = self._run.processes / f"{name}.json"
         if not path.exists():
-            return ProcessFacts(name, "starting")
+            return ProcessFacts(name, STARTING)
         try:
             return _facts(name, path)
         except (OSError, ValueError, TypeError):
-            return ProcessFacts(name, "not answering")
+            return ProcessFacts(name, NOT_ANSWERING)
 
 
 def _facts(name: str, path: Path) -> ProcessFacts:

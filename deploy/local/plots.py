@@ -1,4 +1,4 @@
-"""The figures of the report, as SVG text that takes the colours of the page.
+"""The figures of the report.
 
 Invariant: every figure has axis labels with units and says in words what it shows; what was not
 recorded is left out, never drawn as zero.
@@ -6,30 +6,29 @@ recorded is left out, never drawn as zero.
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from deploy.local.exact import ExactFigures
-from deploy.local.history import History, centred, smooth
+from deploy.local.history import History, smooth
 from deploy.local.summary import by_stratum
+from deploy.local.svg import (
+    BLUE,
+    CYCLE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    dots_and_mean,
+    draw,
+    legend,
+    rollouts,
+)
 from protocol.records import EvalRecord
 
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
-    "#3b7dd8",
-    "#e08b2c",
-    "#3a9d6e",
-    "#d1495b",
-    "#8a6fc0",
-    "#8d99a6",
-)
-CYCLE = (BLUE, ORANGE, GREEN, PURPLE, RED, GREY, "#4aa3a2", "#b5838d", "#6b705c")
 # Phases in which a process only waits.
 IDLE = {
     "wait": "#b4bcc5",
@@ -37,33 +36,7 @@ IDLE = {
     "starting": "#ccd2d8",
     "waiting_for_weights": "#98a3ae",
 }
-# Stand-ins that become the page's own colours, so that figures follow light and dark.
-INK, FAINT = "#010203", "#040506"
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "font.size": 10,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.8,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.borderaxespad": 0,
-    "lines.linewidth": 1.8,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-}
-WIDE, TALL = 5.6, 3.1
+MOST_ACTOR_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -111,9 +84,9 @@ def accuracy(
                 label="exact",
             )
         axes.set_ylim(0, 1)
-        _rollouts(axes)
+        rollouts(axes)
         axes.set_ylabel("accuracy")
-        _legend(axes)
+        legend(axes)
 
     first, last = evals[0], evals[-1]
     return Plot(
@@ -147,15 +120,15 @@ def reward(history: History) -> Plot | None:
             (explored, ORANGE, "exploration draws: unbiased"),
             (trained, GREY, "trained groups: held near ½ by selection"),
         ):
-            _dots_and_mean(axes, x, values, colour, label)
-        _rollouts(axes)
+            dots_and_mean(axes, x, values, colour, label)
+        rollouts(axes)
         axes.set_ylabel("mean reward")
-        _legend(axes)
+        legend(axes)
 
     return Plot(
         "Reward",
         "Reward over trained groups is held near ½ by selection, not progress; exploration draws "
-        "are uniform over the problems and unbiased. Lines are means over 21 steps, centred.",
+        "are uniform over the problems and unbiased. Lines are running means.",
         f"Mean reward of exploration draws: {_say(_last(explored))} at the end; of trained groups: "
         f"{_say(_last(trained))}.",
         draw(paint),
@@ -172,12 +145,12 @@ def zero_variance(history: History) -> Plot | None:
     replays = [s.replay_share for s in steps]
 
     def paint(axes: Axes) -> None:
-        _dots_and_mean(axes, x, shares, RED, "zero-variance groups, before filtering")
-        _dots_and_mean(axes, x, replays, BLUE, "picks seen before")
+        dots_and_mean(axes, x, shares, RED, "zero-variance groups, before filtering")
+        dots_and_mean(axes, x, replays, BLUE, "picks seen before")
         axes.set_ylim(0, 1)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("share")
-        _legend(axes)
+        legend(axes)
 
     return Plot(
         "Groups without variance, and replays",
@@ -203,7 +176,7 @@ def pools(history: History) -> Plot | None:
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("problems")
         axes.margins(x=0, y=0)
-        _legend(axes)
+        legend(axes)
 
     last = ", ".join(f"{name.replace('_', ' ')} {size:,}" for name, size in steps[-1].pools.items())
     return Plot(
@@ -233,7 +206,7 @@ def phases(history: History) -> Plot | None:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds")
-        _legend(axes)
+        legend(axes)
 
     longest = {row: max(p, key=lambda name: p[name]) for row, p in rows.items()}
     said = "; ".join(
@@ -259,12 +232,23 @@ def phase_seconds(history: History) -> dict[str, dict[str, float]]:
             if name.startswith("seconds_"):
                 phase = name.removeprefix("seconds_")
                 rows["learner"][phase] = rows["learner"].get(phase, 0.0) + seconds
-    if history.end is not None:
-        for actor, figures in history.end.actors.items():
-            rows[actor] = {k: v for k, v in figures.items() if k not in ("tokens", "tasks")}
+    rows |= _actor_seconds(history)
     return {
         row: kept for row, p in rows.items() if (kept := {k: v for k, v in p.items() if v > 0.05})
     }
+
+
+def _actor_seconds(history: History) -> dict[str, dict[str, float]]:
+    actors = {} if history.end is None else history.end.actors
+    by_state = {
+        actor: {k: v for k, v in figures.items() if k not in ("tokens", "tasks")}
+        for actor, figures in actors.items()
+    }
+    if len(by_state) <= MOST_ACTOR_ROWS:
+        return by_state
+    states = dict.fromkeys(state for seconds in by_state.values() for state in seconds)
+    mean = {s: sum(a.get(s, 0.0) for a in by_state.values()) / len(by_state) for s in states}
+    return {f"mean of {len(by_state)} actors": mean}
 
 
 def strata(before: ExactFigures | None, after: ExactFigures | None) -> Plot | None:
@@ -278,8 +262,8 @@ def strata(before: ExactFigures | None, after: ExactFigures | None) -> Plot | No
     }
     return Plot(
         "Accuracy by where a problem began",
-        "Exact, on held-out problems. Solved always: ≥ .9 before training; often: ≥ .5; seldom: "
-        "≥ .01; never: below.",
+        "Exact, on held-out problems, grouped by how often each was solved before training; in "
+        "brackets the number of problems.",
         _changes(rows),
         draw(lambda axes: _before_after(axes, rows), height=0.9 + 0.5 * len(rows)),
     )
@@ -326,7 +310,7 @@ def _before_after(axes: Axes, rows: dict[str, tuple[float, float]]) -> None:
         start, end = rows[name]
         axes.plot([start, end], [y, y], color=GREY, lw=1.5, alpha=0.7, zorder=1)
         axes.annotate(
-            f"{end - start:+.2f}",
+            f"{end - start:+.2f}".replace("-0.00", "+0.00"),
             (max(start, end), y),
             xytext=(8, 0),
             textcoords="offset points",
@@ -342,7 +326,7 @@ def _before_after(axes: Axes, rows: dict[str, tuple[float, float]]) -> None:
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("accuracy")
-    _legend(axes)
+    legend(axes)
 
 
 def learner(history: History, name: str, title: str, label: str, note: str) -> Plot | None:
@@ -353,7 +337,7 @@ def learner(history: History, name: str, title: str, label: str, note: str) -> P
     x, values = [p[0] for p in points], [p[1] for p in points]
 
     def paint(axes: Axes) -> None:
-        _dots_and_mean(axes, x, values, PURPLE, None)
+        dots_and_mean(axes, x, values, PURPLE, None)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel(label)
 
@@ -363,54 +347,6 @@ def learner(history: History, name: str, title: str, label: str, note: str) -> P
         f"{title}: {values[0]:.3g} at first, {_say(_last(values))} over the last 20 steps.",
         draw(paint, width=3.7, height=2.4),
     )
-
-
-def _dots_and_mean(
-    axes: Axes,
-    x: Sequence[float],
-    values: Sequence[float | None],
-    colour: str,
-    label: str | None,
-) -> None:
-    points = [(a, b) for a, b in zip(x, values, strict=True) if b is not None]
-    means = [(a, b) for a, b in zip(x, centred(values), strict=True) if b is not None]
-    if points:
-        axes.scatter(*zip(*points, strict=True), s=7, color=colour, alpha=0.4, lw=0)
-        axes.plot(*zip(*means, strict=True), color=colour, label=label)
-
-
-def _rollouts(axes: Axes) -> None:
-    axes.set_xlabel("rollouts")
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(lambda value, _: _thousands(value))
-
-
-def _thousands(value: float) -> str:
-    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
-
-
-def _legend(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        columns = 2 if max(map(len, labels)) > 16 else 4
-        axes.figure.legend(handles, labels, loc="outside upper left", ncols=columns)
-
-
-def draw(paint: Callable[[Axes], None], width: float = WIDE, height: float = TALL) -> str:
-    """Paint one pair of axes; returns an <svg> element that scales to its place."""
-    with mpl.rc_context({**STYLE, "axes.prop_cycle": mpl.cycler(color=CYCLE)}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        paint(figure.add_subplot())
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(FAINT, "var(--faint)")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # The page sizes it and sets its font.
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", svg)
-    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)
 
 
 def _say(value: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from deploy.local.exact import read_figures
 from deploy.local.history import History
@@ -18,10 +19,17 @@ def rebuild(root: Path) -> Path:
     run = RunDir(root.absolute())
     if not (run.root / "run.json").is_file():
         raise ReportError(f"{root}: holds no run.json; name a run directory, as runs/<id>")
+    write_summary(run, summary_of(run))
+    write_report(run)
+    return run.report
+
+
+def summary_of(run: RunDir) -> dict[str, Any]:
+    """The summary of what lies in a run directory. Raises ReportError, ConfigError."""
     history = History.read(run.metrics)
     if not history.steps and not history.evals:
         raise ReportError(f"{run.metrics}: holds no record yet; nothing can be shown")
-    summary = summarise(
+    return summarise(
         load_config(run.config),
         run,
         history,
@@ -29,9 +37,6 @@ def rebuild(root: Path) -> Path:
         after=read_figures(run, "after"),
         wall_seconds=_wall_seconds(run, history),
     )
-    write_summary(run, summary)
-    write_report(run)
-    return run.report
 
 
 def _wall_seconds(run: RunDir, history: History) -> float:

@@ -6,41 +6,20 @@ Invariant: made from the run directory alone, so that it can be made again at an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from deploy.local.exact import read_figures
 from deploy.local.history import History
 from deploy.local.page import CSS, PAGE
+from deploy.local.tables import accounts, rates, reasons
 from deploy.local.view import clock_text, number
 from protocol.config import Config, load_config
-from protocol.records import ReasonCount
 from protocol.rundir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     from deploy.local.plots import Plot
-
-REASONS = {
-    "heap": "most variance expected",
-    "unseen": "never visited",
-    "explore": "drawn uniformly",
-    "retest_solved": "solved, due again",
-    "retest_unsolved": "unsolved, due again",
-    "fallback": "nothing else to offer",
-    "refill": "in place of a group without use",
-}
-ENDS = {
-    "trained": "in an optimizer step",
-    "zero_variance": "all rewards equal, so nothing to learn",
-    "stale": "too old when its step was trained",
-    "impure": "no proof of one version",
-    "skipped": "loss or gradient not finite",
-    "failed": "no group stood: grader, size, prompt",
-    "expired": "no outcome in time",
-    "surplus": "not needed any more",
-    "evaluated": "evaluation",
-}
 
 
 class ReportError(Exception):
@@ -88,8 +67,8 @@ def build(config: Config, run: RunDir, history: History, summary: dict[str, Any]
         _figures("Does it learn?", main),
         _figures("For whom?", kinds),
         _figures("What was chosen", selection),
-        f'<div class="grid" style="margin-top:16px">{_reasons(history)}{_accounts(summary)}</div>',
-        _figures("Time", [plots.phases(history)], extra=_rates(history, summary)),
+        f'<div class="grid" style="margin-top:16px">{reasons(history)}{accounts(summary)}</div>',
+        _figures("Time", [plots.phases(history)], extra=rates(history, summary)),
         _figures("The learner", learner, three=True),
         _config(run),
     ]
@@ -177,109 +156,6 @@ def _figure(plot: Plot) -> str:
         f'<figcaption>{escape(plot.note)}<span class="hidden"> {escape(plot.alt)}</span>'
         f"</figcaption>{plot.svg}</figure>"
     )
-
-
-def _table(title: str, note: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    names = "".join(
-        f'<th scope="col" class="{"n" if name[0] == "#" else "t"}">{escape(name.lstrip("#"))}</th>'
-        for name in head
-    )
-    return (
-        f'<div class="card"><h3>{escape(title)}</h3><p class="soft small">{escape(note)}</p>'
-        f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _row(cells: Sequence[str], *, total: bool = False, texts: int = 2) -> str:
-    """`texts` cells of text, then numbers."""
-    inner = "".join(
-        f"<td>{escape(cell)}</td>" if i < texts else f'<td class="n">{escape(cell)}</td>'
-        for i, cell in enumerate(cells)
-    )
-    return f"<tr{' class=sum' if total else ''}>{inner}</tr>"
-
-
-def _accounts(summary: dict[str, Any]) -> str:
-    accounts = summary["accounts"]
-    if accounts is None:
-        return ""
-    rows = [
-        _row([name.replace("_", " "), ENDS.get(name, ""), f"{count:,}"])
-        for name, count in accounts["ends"].items()
-        if count
-    ]
-    kinds = ", ".join(
-        f"{count:,} {name.replace('_', ' ')}" for name, count in accounts["zero_variance"].items()
-    )
-    rows.append(_row(["in flight", "without an end yet", f"{accounts['in_flight']:,}"]))
-    rows.append(_row(["issued", "the sum of the above", f"{accounts['issued']:,}"], total=True))
-    note = "Every issued task ends exactly once."
-    note += f" Zero variance: {kinds}." if kinds else ""
-    note += f" Impure groups trained: {summary['impure_groups_trained']}."
-    return _table("Accounts", note, ["end", "meaning", "#tasks"], rows)
-
-
-def _reasons(history: History) -> str:
-    sums: dict[str, ReasonCount] = {}
-    for step in history.steps:
-        for name, count in step.by_reason.items():
-            total = sums.setdefault(name, ReasonCount())
-            total.groups += count.groups
-            total.mixed += count.mixed
-            total.zero_variance += count.zero_variance
-            total.correct += count.correct
-    rows = [
-        _row(
-            [
-                name.replace("_", " "),
-                REASONS.get(name, ""),
-                f"{c.groups:,}",
-                f"{c.mixed / c.groups:.0%}",
-                f"{c.zero_variance / c.groups:.0%}",
-                f"{c.correct / c.groups:.2f}",
-            ]
-        )
-        for name, c in sums.items()
-        if c.groups
-    ]
-    if not rows:
-        return ""
-    return _table(
-        "Groups by reason",
-        "Why the strategy chose each problem, and what came of it.",
-        ["reason", "meaning", "#groups", "#mixed", "#zero var.", "#correct"],
-        rows,
-    )
-
-
-def _rates(history: History, summary: dict[str, Any]) -> str:
-    rates = summary["tokens_per_second"]
-    last = history.steps[-1] if history.steps else None
-    rows = [
-        ("tokens sampled a second, actors generating", _rate(rates["actor"])),
-        ("tokens trained a second, learner training", _rate(rates["learner"])),
-    ]
-    if last is not None:
-        rows += [
-            ("rollout tokens", f"{last.rollout_tokens:,}"),
-            ("different problems visited", f"{last.distinct_problems:,}"),
-            ("most visits of one problem", f"{last.most_visits:,}"),
-        ]
-        lag: dict[str, int] = {}
-        for step in history.steps:
-            for age, groups in step.lag.items():
-                lag[age] = lag.get(age, 0) + groups
-        rows += [(f"groups trained at lag {age}", f"{n:,}") for age, n in sorted(lag.items())]
-    return _table(
-        "Rates and counts",
-        "Over the whole run.",
-        ["figure", "#value"],
-        [_row(row, texts=1) for row in rows],
-    )
-
-
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
 
 
 def _config(run: RunDir) -> str:

@@ -155,8 +155,13 @@ def _accounts(history: History) -> dict[str, Any] | None:
 
 
 def _sampled(evals: Sequence[EvalRecord]) -> dict[str, Any]:
-    first, last = (evals[0], evals[-1]) if evals else (None, None)
+    # One evaluation alone says nothing about what came after it.
+    first, last = (evals[0] if evals else None, evals[-1] if len(evals) > 1 else None)
     return {
+        "at_step": {
+            "before": None if first is None else first.version.step,
+            "after": None if last is None else last.version.step,
+        },
         "n": None if first is None else first.n,
         "before": None if first is None else first.mean,
         "after": None if last is None else last.mean,
@@ -175,7 +180,10 @@ def _pair(
 
 
 def _first_last(values: Sequence[float | None]) -> dict[str, float | None]:
-    return {"before": values[0] if values else None, "after": values[-1] if values else None}
+    return {
+        "before": values[0] if values else None,
+        "after": values[-1] if len(values) > 1 else None,
+    }
 
 
 def _entropy(history: History) -> dict[str, float | None]:

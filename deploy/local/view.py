@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.local.history import WINDOW, History, smooth
-from deploy.local.observer import Observer
+from deploy.local.observer import UNKNOWN_STATES, Observer, ProcessFacts
 from protocol.config import Config
 from protocol.records import EvalRecord, StepRecord
 
@@ -96,7 +96,8 @@ class PlainView:
                 self.say(step_line(history, self._steps, total))
         if self._clock() - self._last > SILENCE_SECONDS:
             states = (
-                f"{p.name} {p.state}" + (f" {p.seconds:.0f} s" if p.seconds is not None else "")
+                f"{p.name} {shown_state(p)}"
+                + (f" {p.seconds:.0f} s" if p.seconds is not None else "")
                 for p in self._observer.processes.values()
             )
             self.say(f"{_counter(self._steps, total)}  " + ", ".join(states))
@@ -171,13 +172,15 @@ def draw(config: Config, observer: Observer, elapsed: float) -> RenderableType:
     history = observer.history
     parts: list[RenderableType] = [
         _head(config, history, elapsed),
+        Text(),
         _figures(config, history),
+        Text(),
         _processes(observer),
     ]
     if observer.warnings:
         lines = Text("\n".join(f"! {line}" for line in observer.warnings), style="yellow")
         lines.no_wrap, lines.overflow = True, "ellipsis"
-        parts.append(lines)
+        parts += [Text(), lines]
     return Group(*parts)
 
 
@@ -190,7 +193,13 @@ def _head(config: Config, history: History, elapsed: float) -> RenderableType:
     head.add_column(no_wrap=True, justify="right")
     head.add_row(
         f"[bold]step {history.done}/{total}[/]",
-        ProgressBar(total=total, completed=history.done),
+        ProgressBar(
+            total=total,
+            completed=history.done,
+            style="grey37",
+            complete_style="cyan",
+            finished_style="green",
+        ),
         f"{clock_text(elapsed)} elapsed   ETA {'–' if eta is None else clock_text(eta)}",
     )
     return head
@@ -205,7 +214,7 @@ def _figures(config: Config, history: History) -> RenderableType:
         records = history.evals_of(name)
         trail = " → ".join(number(r.mean) for r in [*records[:1], *records[1:][-4:]])
         at = f"   at step {records[-1].version.step}" if records else ""
-        grid.add_row(f"{name} accuracy", (trail or "–") + at)
+        grid.add_row(f"{name} accuracy", f"[bold green]{trail or '–'}[/]{at}")
     grid.add_row("reward, trained groups", _mean(steps, "reward_trained") + "   (held near ½)")
     grid.add_row("reward, exploration", _mean(steps, "reward_explored"))
     grid.add_row("zero-variance groups", _mean(steps, "zero_variance_share"))
@@ -221,7 +230,7 @@ def _figures(config: Config, history: History) -> RenderableType:
 
 
 def _accounts(issued: int, in_flight: int, ends: dict[str, int]) -> str:
-    listed = "   ".join(f"{name} {count:,}" for name, count in ends.items())
+    listed = "   ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in ends.items())
     return f"{issued:,} issued   {in_flight} in flight   {listed}"
 
 
@@ -232,8 +241,16 @@ def _processes(observer: Observer) -> RenderableType:
     for facts in observer.processes.values():
         seconds = "" if facts.seconds is None else f"{facts.seconds:.0f} s"
         version = f"weights {facts.version}" if facts.version else ""
-        table.add_row(facts.name, facts.state.replace("_", " "), seconds, version)
+        table.add_row(facts.name, shown_state(facts), seconds, version)
     return table
+
+
+def shown_state(facts: ProcessFacts) -> str:
+    """What a process does now, in words; the scheduler's state is what it waits for."""
+    state = facts.state.replace("_", " ")
+    if facts.name == "scheduler" and state not in (*UNKNOWN_STATES, ""):
+        return f"waiting for {state}"
+    return state or "leaving"
 
 
 def _mean(steps: list[StepRecord], field: str) -> str:

@@ -2,7 +2,10 @@
 
 `fakes.py child NAME KIND DIR`: they talk through files in DIR instead of through Kafka. `stop` asks
 the fake scheduler to end the run, `ended` tells everyone that it is over; `NAME.term` is left by a
-SIGTERM. `fakes.py launch DIR NAME:ROLE:KIND…` supervises children like `reprise run` does.
+SIGTERM. Kind `scripted` plays a whole run of ten steps.
+`fakes.py reprise KIND… -- ARGUMENTS` is the `reprise` command over a fake scheduler, learner and
+actor of these kinds.
+`fakes.py launch DIR NAME:ROLE:KIND…` supervises children like `reprise run` does.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from deploy.local import cli, environment
 from deploy.local.supervisor import (
     ChildDied,
     ChildSpec,
@@ -23,7 +28,12 @@ from deploy.local.supervisor import (
     StopSignals,
     Supervisor,
 )
+from protocol.config import Config
+from protocol.records import to_line
 from protocol.rundir import RunDir
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.deploy.canned import records
 
 DEADLINES = Deadlines(end=3.0, stop=20.0, next=1.0, grace=1.0)
 PERIOD = 0.02
@@ -52,6 +62,14 @@ def child(name: str, kind: str, folder: Path) -> int:
         (folder / f"{name}.ready").touch()
         while True:
             signal.pause()
+
+    if kind == "scripted":
+        run = RunDir(folder)
+        run.metrics.write_bytes(b"".join(map(to_line, records(10))))
+        run.model.mkdir()
+        (run.model / "config.json").write_text("{}")
+        (folder / "ended").touch()
+        return 0
 
     def on_term(number: int, frame: object) -> None:
         (folder / f"{name}.term").write_text(str(time.monotonic()))
@@ -93,7 +111,27 @@ def launch(folder: Path, children: list[str]) -> int:
     return 0
 
 
+def reprise(kinds: list[str], arguments: list[str]) -> None:
+    def specs(config: Config, run: RunDir, environ: Mapping[str, str]) -> list[ChildSpec]:
+        roles = ("scheduler", "learner", "actor")
+        return [
+            ChildSpec(
+                role,
+                role,  # type: ignore[arg-type]
+                [sys.executable, __file__, "child", role, kind, str(run.root)],
+                environ,
+            )
+            for role, kind in zip(roles, kinds, strict=True)
+        ]
+
+    environment.specs = specs
+    cli.app(arguments)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "child":
         sys.exit(child(sys.argv[2], sys.argv[3], Path(sys.argv[4])))
+    if sys.argv[1] == "reprise":
+        end = sys.argv.index("--")
+        reprise(sys.argv[2:end], sys.argv[end + 1 :])
     sys.exit(launch(Path(sys.argv[2]), sys.argv[3:]))

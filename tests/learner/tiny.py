@@ -45,10 +45,10 @@ def make_model(directory: Path, *, tied: bool = False, seed: int = 7) -> Path:
     return directory
 
 
-def make_config(model: Path, **overrides: Any) -> Config:
+def make_config(model: Path, *, dtype: str = "float32", **overrides: Any) -> Config:
     """A config for `model`; overrides by section."""
     raw: dict[str, Any] = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "dtype": dtype},
         "data": {"train": "unused.jsonl"},
         "run": {"prompts_per_step": 3},
         "rollout": {"group_size": 4, "max_tokens": 12, "max_prompt_tokens": 12},

@@ -1,8 +1,8 @@
-"""An actor and a learner without a model: the real protocol over a real broker, invented tokens.
+"""An actor without a model: the real protocol over a real broker, with invented tokens.
 
-They keep the promises that the design asks of the real ones (an outcome only after its group is
-acknowledged, weights only after the step, held ids in heartbeats), and break them where a test asks
-for it. What they saw and did stays in their attributes.
+It keeps the promises that the design asks of a real one (an outcome only after its group is
+acknowledged, held ids in heartbeats), and breaks them where a test asks for it. What it saw and did
+stays in its attributes. The learner beside it is in `simulated_learner`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -20,35 +19,27 @@ from typing import Any
 from protocol.arrays import pack_float32, pack_int32
 from protocol.codec import encode
 from protocol.config import Config
-from protocol.kafka import Kafka, Producer, Record
+from protocol.kafka import Kafka, Producer
 from protocol.messages import (
     Assigned,
-    BatchGroup,
-    BatchRecord,
-    BatchReleased,
     Completion,
     EventRecord,
-    GroupEnd,
     GroupRef,
     Heartbeat,
     Held,
     Joined,
-    LearnerReady,
     Outcome,
     Rejoin,
     Released,
     RewardGroup,
     RunEnded,
     Started,
-    StepCompleted,
-    StopRequested,
     Task,
     TaskRecord,
-    WeightsPublished,
     WeightsRecord,
 )
 from protocol.topics import CONTROL_PARTITION, Topics
-from protocol.versions import Span, Verdict, Version, judge
+from protocol.versions import Span, Version
 
 READ_SECONDS = 0.2
 Success = Callable[[str], float]
@@ -114,6 +105,7 @@ class SimulatedActor:
         self.outcomes = 0
         self.tokens = 0
         self.ended: RunEnded | None = None
+        self.assigned = asyncio.Event()
         self.died = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails with an error that was not simulated."""
@@ -143,6 +135,11 @@ class SimulatedActor:
                 self.version = version
             self._newer.notify_all()
 
+    async def loaded(self) -> None:
+        """Wait until there are weights."""
+        async with self._newer:
+            await self._newer.wait_for(lambda: self.version is not None)
+
     async def take(self, message: TaskRecord) -> None:
         """One record of `tasks`, whoever it is addressed to."""
         match message:
@@ -151,6 +148,7 @@ class SimulatedActor:
                 await self.release("run ended")
             case Assigned(actor=self.id, partition=partition):
                 self.partition = partition
+                self.assigned.set()
             case Rejoin(actor=self.id):
                 self.rejoined += 1
                 self._drop_all()
@@ -213,11 +211,12 @@ class SimulatedActor:
                 return
             self.held[key] = task
             self.started += 1
+            place = self.started
             await self._event(Started(actor=self.id, task=task.id, attempt=task.attempt))
             await asyncio.sleep(self.behaviour.seconds)
-            if self.started == self.behaviour.dies_at:
+            if place == self.behaviour.dies_at:
                 raise Died
-            if self.started == self.behaviour.drops_at:
+            if place == self.behaviour.drops_at:
                 del self.held[key]
                 return
             await self._finish(task)
@@ -351,162 +350,6 @@ async def serve_actor(kafka: Kafka, topics: Topics, config: Config, actor: Simul
                     await tasks.assign({CONTROL_PARTITION: control, reading: noted[reading]})
 
         await _first_of(read(), load(), beat(), actor.died.wait(), actor.failure)
-
-
-class SimulatedLearner:
-    """The learner's side of the protocol: every batch of a run, checked group by group."""
-
-    def __init__(
-        self,
-        topics: Topics,
-        producer: Producer,
-        config: Config,
-        *,
-        generation: int = 0,
-        step_seconds: float = 0.0,
-        skips: frozenset[int] = frozenset(),
-        dies_at: int | None = None,
-    ) -> None:
-        """
-        Args:
-            step_seconds: how long a step takes.
-            skips: steps whose loss is not finite.
-            dies_at: it falls silent for ever when it is given the batch of this step.
-        """
-        self.topics = topics
-        self.producer = producer
-        self.config = config
-        self.version = Version(generation, 0)
-        self.step_seconds = step_seconds
-        self.skips = skips
-        self.dies_at = dies_at
-        self.batches: list[BatchReleased] = []
-        self.completed: list[StepCompleted] = []
-        self.trained: list[tuple[Version, RewardGroup]] = []
-        self.ended: RunEnded | None = None
-        self._groups: dict[tuple[int, int], Record] = {}
-        self._stepped = asyncio.Condition()
-
-    async def reached(self, steps: int) -> None:
-        """Wait until so many steps are completed."""
-        async with self._stepped:
-            await self._stepped.wait_for(lambda: len(self.completed) >= steps)
-
-    async def publish(self) -> None:
-        """Say that weights of the current version lie complete; returns when acknowledged."""
-        digest = hashlib.sha256(str(self.version).encode()).hexdigest()
-        message = WeightsPublished(
-            version=self.version,
-            path=str(self.version),
-            files={"model.safetensors": digest},
-            bytes=1,
-        )
-        await (await self.producer.send(self.topics.weights, message, partition=0))
-
-    async def ready(self) -> None:
-        """Publish the first weights and say that batches may come."""
-        await self.publish()
-        await self._event(LearnerReady(version=self.version))
-
-    async def request_stop(self) -> None:
-        """As on SIGTERM, after the step."""
-        await self._event(StopRequested(sender="learner"))
-
-    def take_groups(self, records: list[Record]) -> None:
-        """Records of `groups`."""
-        for record in records:
-            self._groups[record.partition, record.offset] = record
-
-    async def step(self, batch: BatchReleased, groups: Callable[[], Any]) -> None:
-        """Train one batch: find and judge its groups, publish, and report every end.
-
-        `groups` reads further records of `groups` into `take_groups`.
-        """
-        if batch.version != self.version:
-            return
-        self.batches.append(batch)
-        if batch.version.step == self.dies_at:
-            raise Died
-        started = time.monotonic()
-        deadline = started + self.config.waits.group
-        ends = [await self._end(group, batch.version, groups, deadline) for group in batch.groups]
-        waited = time.monotonic() - started
-        await asyncio.sleep(self.step_seconds)
-        self.version = batch.version.next_step()
-        await self.publish()
-        completed = StepCompleted(
-            version=batch.version, ends=ends, metrics=self._metrics(batch.version, waited)
-        )
-        await self._event(completed)
-        async with self._stepped:
-            self.completed.append(completed)
-            self._stepped.notify_all()
-
-    async def _end(
-        self, group: BatchGroup, version: Version, more: Callable[[], Any], deadline: float
-    ) -> GroupEnd:
-        place = (group.ref.partition, group.ref.offset)
-        while place not in self._groups and time.monotonic() < deadline:
-            await more()
-        record = self._groups.pop(place, None)
-        if record is None:
-            return GroupEnd(group.task, group.attempt, "failed", "not found")
-        message = record.message
-        if record.ref != group.ref or not isinstance(message, RewardGroup):
-            return GroupEnd(group.task, group.attempt, "failed", "other content")
-        if message.id != group.id:
-            return GroupEnd(group.task, group.attempt, "failed", f"is group {message.id}")
-        spans = [(c.spans, c.length) for c in message.completions]
-        verdict = judge(spans, version, self.config.run.max_lag)
-        if verdict is not Verdict.ADMISSIBLE:
-            return GroupEnd(group.task, group.attempt, verdict.end, verdict)
-        if version.step in self.skips:
-            return GroupEnd(group.task, group.attempt, "skipped", "loss is not finite")
-        self.trained.append((version, message))
-        return GroupEnd(group.task, group.attempt, "trained")
-
-    def _metrics(self, version: Version, waited: float) -> dict[str, float]:
-        groups = [group for trained_at, group in self.trained if trained_at == version]
-        rewards = [c.reward for g in groups for c in g.completions if c.reward is not None]
-        tokens = sum(c.length for g in groups for c in g.completions)
-        metrics = {
-            "loss": 0.0,
-            "tokens": float(tokens),
-            "impure_trained": 0.0,
-            "seconds_wait": waited,
-            "seconds_train": self.step_seconds,
-        }
-        if rewards:
-            metrics["reward_mean"] = sum(rewards) / len(rewards)
-        return metrics
-
-    async def _event(self, event: EventRecord) -> None:
-        await self.producer.send(self.topics.events, event, partition=0)
-
-
-async def serve_learner(kafka: Kafka, topics: Topics, learner: SimulatedLearner) -> None:
-    """Read for `learner`, with readers of its own, until the run ends or the learner dies."""
-    async with contextlib.AsyncExitStack() as stack:
-        groups = await kafka.reader(topics.groups, RewardGroup)
-        stack.push_async_callback(groups.stop)
-        batches = await kafka.reader(topics.batches, BatchRecord)
-        stack.push_async_callback(batches.stop)
-        await groups.assign(await groups.ends())
-        await batches.assign({0: 0})
-        await learner.ready()
-
-        async def more() -> None:
-            learner.take_groups(await groups.read(READ_SECONDS))
-
-        while learner.ended is None:
-            for record in await batches.read(READ_SECONDS):
-                if isinstance(record.message, RunEnded):
-                    learner.ended = record.message
-                elif isinstance(record.message, BatchReleased):
-                    with contextlib.suppress(Died):
-                        await learner.step(record.message, more)
-                        continue
-                    return
 
 
 @contextlib.asynccontextmanager

@@ -22,11 +22,10 @@ from protocol.rundir import RunDir, RunIdentity
 from protocol.topics import Topics, create_or_verify
 from tests.pipeline.simulated import (
     SimulatedActor,
-    SimulatedLearner,
     producing,
     serve_actor,
-    serve_learner,
 )
+from tests.pipeline.simulated_learner import SimulatedLearner, serve_learner
 
 FAST = {
     "tick": 0.1,
@@ -61,7 +60,7 @@ class Stage:
         self.run_dir.create(RunIdentity(topics.run, topics.incarnation))
         raw = {
             "model": {"path": "none"},
-            "data": {"train": str(write_problems(directory / "train.jsonl", 60))},
+            "data": {"train": str(write_problems(directory / "train.jsonl", 600))},
             "kafka": kafka_section,
             **sections,
             "rollout": {"group_size": 4, "max_tokens": 8, **sections.get("rollout", {})},

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.records import Accounts
 from protocol.topics import Topics
 from protocol.versions import Version
-from tests.pipeline.simulated import Behaviour, SimulatedLearner, spread
+from tests.pipeline.simulated import Behaviour, spread
+from tests.pipeline.simulated_learner import SimulatedLearner
 from tests.pipeline.stage import Played, Stage, write_problems
 
 STEPS, PROMPTS, GROUP = 6, 4, 4
@@ -19,7 +23,9 @@ STEPS, PROMPTS, GROUP = 6, 4, 4
 @pytest.fixture
 def make_stage(tmp_path: Path, topics: Topics, kafka_section: dict[str, Any]) -> Any:
     def make(**sections: Any) -> Stage:
-        run = {"steps": STEPS, "prompts_per_step": PROMPTS, **sections.pop("run", {})}
+        # Enough replacements that a round is short only for another reason.
+        run = {"steps": STEPS, "prompts_per_step": PROMPTS, "max_refill": 40}
+        run |= sections.pop("run", {})
         return Stage(tmp_path, topics, kafka_section, run=run, **sections)
 
     return make
@@ -118,7 +124,7 @@ async def test_a_task_that_an_actor_forgot_is_issued_again(make_stage: Any) -> N
 
 
 async def test_a_failing_grader_costs_a_replacement_and_no_reward_of_zero(make_stage: Any) -> None:
-    stage = make_stage(run={"max_refill": 40})
+    stage = make_stage()
     played = await stage.play({"behaviour": Behaviour(failing=0.2)}, {})
     assert (played.code, played.end.reason) == (0, "finished")
     assert_balanced(played.end.accounts)
@@ -147,9 +153,15 @@ async def test_a_run_with_nothing_left_to_learn_says_so(make_stage: Any) -> None
     assert played.end.accounts.ends["zero_variance"] == played.end.accounts.issued > 0
 
 
-async def test_sigterm_ends_the_run_in_order(make_stage: Any) -> None:
+async def test_the_scheduler_shows_what_it_does_and_sigterm_ends_the_run_in_order(
+    make_stage: Any,
+) -> None:
+    shown: dict[str, Any] = {}
+
     async def stop(stage: Stage, learner: SimulatedLearner) -> None:
         await learner.reached(2)
+        shown["health"] = json.loads(await asyncio.to_thread(stage.monitor, "/healthz"))
+        shown["metrics"] = await asyncio.to_thread(stage.monitor, "/metrics")
         stage.stop()
 
     stage = make_stage(run={"steps": 1000})
@@ -157,4 +169,17 @@ async def test_sigterm_ends_the_run_in_order(make_stage: Any) -> None:
     assert (played.code, played.end.reason) == (0, "stopped")
     assert_balanced(played.end.accounts)
     assert 2 <= len(played.steps) < 1000
+    health = shown["health"]
+    assert health["alive"] is True
+    assert (health["actors"], health["version"].split(".")[0]) == (2, "0")
+    assert {"state", "seconds", "in_flight", "lag_seconds", "lag_records"} <= health.keys()
+    counted = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(shown["metrics"])
+        for sample in family.samples
+    }
+    assert counted["reprise_events_total", "StepCompleted"] >= 2
+    assert counted["reprise_events_total", "Joined"] == 2
+    assert counted["reprise_tasks_ended_total", "trained"] >= 2 * PROMPTS
+    assert counted["reprise_events_lag_seconds",] < 20
     assert all(a.ended is not None for a in played.actors)

@@ -64,7 +64,7 @@ def test_model_and_data_are_enough_and_paths_are_relative_to_the_file(path: Path
 
 @pytest.mark.parametrize(
     "field",
-    ["steps", "run.stepps", "rollout.topp", "kafka.acks", "strategy.prioritised", "waits.tick_s",
+    ["steps", "run.stepps", "rollout.topp", "kafka.acks", "waits.tick_s",
      "learner.loss.kl_beta", "grading.rewards_", "data.fields.question", "actors.engine_"],
 )  # fmt: skip
 def test_an_unknown_key_is_an_error_that_names_it(path: Path, field: str) -> None:
@@ -124,6 +124,7 @@ def test_neutral_sampling_may_be_written_down(path: Path, field: str, value: flo
         ("kafka.max_message_bytes", 100, "kafka.max_message_bytes: "),
         ("metrics.port", 70000, "metrics.port: "),
         ("strategy", {"name": "random"}, "strategy: "),
+        ("strategy", {"cooldown": 3}, "strategy: needs 'name': one of prioritized, uniform"),
         ("strategy", {"name": "uniform", "cooldown": 3}, "strategy.cooldown: unknown key"),
         (
             "strategy",
