@@ -83,6 +83,7 @@ class Actor:
         self._loader = Loader(config, run.weights, engine)
         self._rollouts: dict[str, asyncio.Task[None]] = {}
         self._draining = False
+        self._monitor: MonitorServer | None = None
 
     async def run(self) -> int:
         """Serve until the run ends, SIGTERM, or an error that cannot be mended."""
@@ -103,6 +104,8 @@ class Actor:
             await asyncio.gather(*background, return_exceptions=True)
             await self._engine.stop()
             await self._pool.stop()
+            if self._monitor is not None:
+                self._monitor.stop()
             self._kafka.stop()
             self._watch.stop()
         if leaving.code:
@@ -397,10 +400,10 @@ class Actor:
     def _serve_metrics(self) -> None:
         metrics = self._config.metrics
         try:
-            server = MonitorServer(self._registry, self._health, metrics.host, metrics.port)
+            self._monitor = MonitorServer(self._registry, self._health, metrics.host, metrics.port)
         except OSError as error:
             raise ConfigError(str(error)) from None
-        self._run_dir.register_process(self._name, server.port)
+        self._run_dir.register_process(self._name, self._monitor.port)
 
     def _health(self) -> tuple[bool, dict[str, Any]]:
         status = self._status

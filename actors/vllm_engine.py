@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 STOP_SECONDS = 5.0
+MAX_TEMPERATURE = 2.0
 # Of AsyncEngineArgs: ours to set, with the field of our config that does.
 OURS = {
     "model": "model.path",
@@ -108,12 +109,12 @@ class VllmEngine(Engine):
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        stream = self._llm.generate(
-            {"type": "token", "prompt_token_ids": list(request.prompt_tokens)},
-            self._sampling(request),
-            request.id,
-        )
         try:
+            stream = self._llm.generate(
+                {"type": "token", "prompt_token_ids": list(request.prompt_tokens)},
+                self._sampling(request),
+                request.id,
+            )
             (output,) = [output async for output in stream]
         except EngineDeadError as error:
             raise EngineDead(f"vLLM: {error}") from None
@@ -247,7 +248,7 @@ def set_environment(config: Config) -> None:
 
 def engine_args(config: Config, name: str) -> Any:
     """vLLM's AsyncEngineArgs for actor `name`. Raises ConfigError that names the field."""
-    check_passthrough(config)
+    check_settings(config)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -281,8 +282,19 @@ def engine_args(config: Config, name: str) -> Any:
     return AsyncEngineArgs(**{**arguments, **config.actors.engine})
 
 
-def check_passthrough(config: Config) -> None:
-    """Raise ConfigError for a key of `actors.engine` that is ours or changes the distribution."""
+def check_settings(config: Config) -> None:
+    """What can be known without vLLM, for `reprise check` too.
+
+    Raises ConfigError for a key of `actors.engine` that is ours or changes the distribution, and
+    for a temperature that vLLM does not sample at.
+    """
+    temperatures = {"rollout.temperature": config.rollout.temperature}
+    temperatures |= {f"eval.{e.name}.temperature": e.temperature for e in config.eval}
+    for field, temperature in temperatures.items():
+        if temperature > MAX_TEMPERATURE:
+            raise ConfigError(
+                f"{field}: {temperature:g}; vLLM samples at {MAX_TEMPERATURE:g} at most"
+            )
     for key in config.actors.engine:
         if key in OURS:
             raise ConfigError(f"actors.engine.{key}: is set by {OURS[key]}; remove it here")

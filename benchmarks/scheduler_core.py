@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import statistics
 import time
+from array import array
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -81,6 +82,8 @@ def measure(problems: int) -> dict[str, float]:
             "run": {"steps": 1_000_000, "prompts_per_step": PROMPTS},
             "rollout": {"group_size": GROUP},
             "actors": {"slots": SLOTS},
+            # Until all were visited unseen problems go first; afterwards it makes no difference.
+            "strategy": {"name": "prioritized", "initial": "optimistic"},
         }
     )
     gc.collect()
@@ -88,7 +91,7 @@ def measure(problems: int) -> dict[str, float]:
     core = Core(config, problems)
     world = _World(core, problems)
     strategy = core._training.teaching.strategy
-    visit_all(strategy, world.rates, world.rng)
+    world.step = visit_all(strategy, world.rates, world.rng)
     world.run()
     # What the world holds is not the core's.
     size = _resident_bytes() - before - 8 * problems
@@ -104,18 +107,15 @@ def measure(problems: int) -> dict[str, float]:
     }
 
 
-def visit_all(strategy: Strategy, rates: Any, rng: Random) -> None:
-    """One group of every problem."""
-    step, left = 0, len(rates)
-    while strategy.pools()["unseen"] and left > -len(rates):
-        picks = strategy.refill(step, VISITED_AT_ONCE, frozenset())
-        for problem, _ in picks:
+def visit_all(strategy: Strategy, rates: array[float], rng: Random) -> int:
+    """One group of every problem; returns the step after the last."""
+    step = 0
+    while strategy.pools()["unseen"]:
+        for problem, _ in strategy.refill(step, VISITED_AT_ONCE, frozenset()):
             strategy.observe(problem, step, _group(rates[problem], rng))
             strategy.free(problem)
-        left -= len(picks)
         step += 1
-        if not picks:
-            break
+    return step
 
 
 def select_often(strategy: Strategy, world: _World) -> list[float]:
@@ -135,8 +135,6 @@ class _World:
     """Actors and a learner that answer at once."""
 
     def __init__(self, core: Core, problems: int) -> None:
-        from array import array
-
         self.rng = Random(0)
         self.rates = array("d", (self.rng.betavariate(0.5, 0.5) for _ in range(problems)))
         self.core = core
@@ -147,14 +145,13 @@ class _World:
 
     def run(self) -> None:
         """So many rounds."""
+        version, last = Version(0, self.step), self.step + ROUNDS
         start: list[EventRecord] = [SchedulerStarted(epoch=1, host="", pid=0)]
-        start += [
-            Joined(actor=f"actor-{n}", slots=SLOTS, version=Version(0, 0)) for n in range(ACTORS)
-        ]
-        start.append(LearnerReady(version=Version(0, 0)))
+        start += [Joined(actor=f"actor-{n}", slots=SLOTS, version=version) for n in range(ACTORS)]
+        start.append(LearnerReady(version=version))
         commands = self._apply(start)
         self.seconds = 0.0
-        while self.step < ROUNDS:
+        while self.step < last:
             tasks = [command for command in commands if isinstance(command, IssueTask)]
             batches = [command for command in commands if isinstance(command, SendBatch)]
             commands = []

@@ -385,8 +385,8 @@ class KafkaConfig(Section):
     idempotence: bool | None = None
     """Idempotent producers. Default: on, except with the embedded broker, which has none."""
     fetch_wait: Annotated[float, Field(gt=0, le=30)] | None = None
-    """Longest time a fetch waits at the broker for records. Default: 0.2, and 0.02 with the embedded
-    broker, which looks again only after half of it."""
+    """Longest time a fetch waits at the broker for records. Default: 0.2, and 0.02 with the
+    embedded broker, which looks again only after half of it."""
     replication_factor: Positive | None = None
     """Of the topics. Default: the broker's, and 1 with the embedded broker."""
     group_partitions: Positive = 8

@@ -84,7 +84,8 @@ class Core:
             return []
         commands = self._journal.begin()
         self._handlers[kind](event)
-        self._advance(commands)
+        if kind is not Started:
+            self._advance(commands)
         return commands
 
     @property

@@ -111,7 +111,7 @@ class Fleet:
         actor = self.spoke(event.actor)
         if actor is None:
             return
-        actor.paused = True
+        actor.pause(True)
         for each in event.attempts:
             if actor.give_back(each.task, each.attempt):
                 self._came_back(each.task, each.attempt, actor.name)

@@ -6,10 +6,11 @@ Invariant: ungraded completions take no part in any figure; `correct` is what is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from operator import mul
+from typing import Any, NamedTuple
 
 from protocol.config import GradingConfig
-from protocol.counting import graded, has_variance, omega
+from protocol.counting import graded, has_variance
 from protocol.messages import Outcome
 
 
@@ -62,18 +63,23 @@ def figures(outcome: Outcome, grading: GradingConfig) -> Figures:
     ω = (k(1−p)² + (n−k)p²)/n = p(1−p)² + (1−p)p² = p(1−p): greatest at p = ½, zero at 0 and 1.
     Raises ValueError if no completion is graded.
     """
-    rewards, correct = graded(outcome.rewards), graded(outcome.correct)
+    rewards: Any = outcome.rewards
+    correct: Any = outcome.correct
+    if None in rewards:
+        rewards, correct = graded(rewards), graded(correct)
     n = len(rewards)
     if n == 0:
         raise ValueError("no completion is graded")
+    width = grading.width
     total = sum(correct)
-    flat = not has_variance(rewards, grading.variance_tolerance, grading.width)
+    mean = sum(rewards) / n
+    centred = [reward - mean for reward in rewards]
     return Figures(
-        graded=n,
-        correct=total,
-        p=total / n,
-        reward=sum(rewards) / n,
-        omega=omega(rewards, grading.width),
-        zero_variance=flat,
-        truncated=2 * sum(outcome.truncated) > len(outcome.truncated),
+        n,
+        total,
+        total / n,
+        mean,
+        sum(map(mul, centred, centred)) / n / width**2,
+        not has_variance(rewards, grading.variance_tolerance, width),
+        2 * sum(outcome.truncated) > len(outcome.truncated),
     )

@@ -23,6 +23,7 @@ class Actor:
     Attributes:
         order: the how many-th to join; the one earlier in order goes first on ties.
         capacity: slots + prefetch, the most attempts it may hold.
+        free: attempts that it could take now.
         partition: of `tasks`, its alone; None while it waits for one.
         heard: log time of its last event.
         state: what it said last that it does.
@@ -35,6 +36,7 @@ class Actor:
 
     __slots__ = (
         "capacity",
+        "free",
         "heard",
         "held",
         "name",
@@ -58,20 +60,20 @@ class Actor:
         self.paused = False
         self.held: dict[str, int] = {}
         self.started: set[str] = set()
+        self.free = 0
         self.outcomes = 0
         self.tokens = 0
         self.seconds: dict[str, float] = {}
 
-    @property
-    def free(self) -> int:
-        """Attempts that it could take now."""
-        if self.partition is None or self.paused:
-            return 0
-        return self.capacity - len(self.held)
+    def count(self) -> None:
+        """Bring `free` up to date."""
+        works = self.partition is not None and not self.paused
+        self.free = self.capacity - len(self.held) if works else 0
 
     def take(self, task: Task) -> None:
         """The latest attempt of `task` is addressed to it."""
         self.held[task.id] = task.attempt
+        self.count()
 
     def give_back(self, task: str, attempt: int) -> bool:
         """An attempt came back, however. Returns whether it was held."""
@@ -79,7 +81,13 @@ class Actor:
             return False
         del self.held[task]
         self.started.discard(task)
+        self.count()
         return True
+
+    def pause(self, paused: bool) -> None:
+        """It takes no work, or takes some again."""
+        self.paused = paused
+        self.count()
 
     def missing(self, listed: list[Held]) -> list[tuple[str, int]]:
         """Started and unfinished attempts that its list of held ones no longer names."""
@@ -115,6 +123,7 @@ class Actor:
         actor.partition, actor.state, actor.paused = state[4:7]
         actor.held, actor.started = dict(state[7]), set(state[8])
         actor.outcomes, actor.tokens, actor.seconds = state[9], state[10], dict(state[11])
+        actor.count()
         return actor
 
 
@@ -159,12 +168,13 @@ class Roster:
         seated = waiting[: len(free)]
         for actor, partition in zip(seated, free, strict=False):
             actor.partition = partition
+            actor.count()
         return seated
 
     def heartbeat(self, actor: Actor, event: Heartbeat) -> None:
         """Note what the actor says of itself; whether it takes work follows from it."""
         actor.state = event.state
-        actor.paused = event.state == "draining"
+        actor.pause(event.state == "draining")
         actor.tokens = event.tokens
         if event.seconds:
             actor.seconds = dict(event.seconds)

@@ -84,26 +84,34 @@ class OpenRounds:
             self.ready -= 1
         return current
 
-    def size(self, step: int) -> int | None:
+    def too_old(self, step: int) -> int:
+        """Tasks without outcome that would be too old for the batch after that of `step`."""
+        waiting, last = self._waiting, step - self._lag
+        if len(waiting) == 1:
+            (version,) = waiting
+            return waiting[version] if version <= last else 0
+        return sum(count for version, count in waiting.items() if version <= last)
+
+    def size(self, step: int, too_old: int) -> int | None:
         """Groups that the batch of `step` would take, were it not for late ones.
 
         A full batch if so many are ready; what its round has ready if nothing of the round is open
         but tasks that would be too old for the next batch; where its round has come to nothing,
         what the later rounds have ready when nothing of them is open either. None if it is too
-        early; 0 if there is nothing at all.
+        early; 0 if there is nothing at all. `too_old` is that of `step`.
         """
         if self.ready >= self._planned:
             return self._planned
         current = self._rounds.get(step)
-        if current is None or current.waiting > self._too_old(step):
+        if current is None or current.waiting > too_old:
             return None
         if current.alive:
             return len(current.alive) - current.waiting
         return None if self._waiting else self.ready
 
-    def held(self, step: int, size: int) -> bool:
+    def held(self, step: int, size: int, too_old: int) -> bool:
         """Has a batch of `size` groups to wait for late ones?"""
-        return self._too_old(step) > 0 or (self._lag > 1 and bool(self.late(step, size)))
+        return too_old > 0 or (self._lag > 1 and bool(self.late(step, size)))
 
     def late(self, step: int, size: int) -> list[Task]:
         """The tasks without outcome that hold up a batch of `size` groups; see the module."""
@@ -148,11 +156,6 @@ class OpenRounds:
             for task in dealt:
                 each.add(task)
             each.vacant += size - len(dealt)
-
-    def _too_old(self, step: int) -> int:
-        """Tasks without outcome that would be too old for the batch after `step`."""
-        last = step - self._lag
-        return sum(count for version, count in self._waiting.items() if version <= last)
 
     def _no_longer_waits(self, task: Task) -> None:
         step = task.version.step

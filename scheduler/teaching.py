@@ -3,11 +3,14 @@
 Invariant: the strategy learns from the first outcome of a training task and nothing else: of its
 first attempt, of the current generation, of a version not older than the last one observed for the
 problem, whatever becomes of the group afterwards (trained, zero-variance, impure, stale, surplus).
+For the strategy steps never go back: after a learner that starts anew at an earlier step they count
+on from where they were, so that cooldowns and due dates keep their distance.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Set
 from typing import Any
 
 from protocol.config import Config, PrioritizedConfig
@@ -15,7 +18,7 @@ from protocol.versions import Version
 from scheduler.accounts import Task
 from scheduler.flat import dump, load
 from scheduler.grading import Figures
-from scheduler.strategies.base import Strategy
+from scheduler.strategies.base import Pick, Strategy
 from scheduler.strategies.prioritized import Prioritized
 from scheduler.strategies.uniform import Uniform
 
@@ -40,6 +43,9 @@ class Teaching:
         self.distinct = 0
         self.most_visits = 0
         self._visits = array("I", bytes(4 * problems))
+        # The strategy's step is the round's plus this.
+        self._offset = 0
+        self._latest = 0
         # 1 + step of the last observed version of the current generation; 0 is none.
         self._observed = array("I", bytes(4 * problems))
 
@@ -47,9 +53,19 @@ class Teaching:
         """Did a group of this problem teach the strategy before?"""
         return self._visits[problem] > 0
 
-    def new_generation(self) -> None:
-        """Every version observed so far is older than any that comes now."""
+    def begin(self, step: int) -> None:
+        """A learner of a new generation is ready at `step`."""
+        # Every version observed so far is older than any that comes now.
         self._observed = array("I", bytes(4 * len(self._observed)))
+        self._offset = max(self._offset, self._latest - step)
+
+    def select(self, step: int, count: int, used: Set[int], *, first: bool) -> list[Pick]:
+        """Problems for the round of `step`; see `Strategy.select`."""
+        return self.strategy.select(self._at(step), count, used, first=first)
+
+    def refill(self, step: int, count: int, used: Set[int]) -> list[Pick]:
+        """Replacements for the round of `step`; see `Strategy.refill`."""
+        return self.strategy.refill(self._at(step), count, used)
 
     def outcome(
         self, task: Task, attempt: int, oldest: Version, current: Version, group: Figures
@@ -67,7 +83,12 @@ class Teaching:
             self.distinct += 1
         if visits > self.most_visits:
             self.most_visits = visits
-        self.strategy.observe(problem, task.step, group)
+        self.strategy.observe(problem, self._at(task.step), group)
+
+    def _at(self, step: int) -> int:
+        step += self._offset
+        self._latest = max(self._latest, step)
+        return step
 
     def state(self) -> dict[str, Any]:
         """What `load` needs."""
@@ -75,6 +96,8 @@ class Teaching:
             "strategy": self.strategy.state(),
             "distinct": self.distinct,
             "most_visits": self.most_visits,
+            "offset": self._offset,
+            "latest": self._latest,
             "visits": dump(self._visits),
             "observed": dump(self._observed),
         }
@@ -83,5 +106,6 @@ class Teaching:
         """Become what `state` was taken of."""
         self.strategy.load(state["strategy"])
         self.distinct, self.most_visits = state["distinct"], state["most_visits"]
+        self._offset, self._latest = state["offset"], state["latest"]
         self._visits = load("I", state["visits"])
         self._observed = load("I", state["observed"])

@@ -89,7 +89,7 @@ class Training:
         for task in list(self._books.of_training()):
             self._end(task, "stale", replace=False)
         self._rounds.clear()
-        self.teaching.new_generation()
+        self.teaching.begin(version.step)
         self.version = version
         self.batch = None
         self.short = True
@@ -150,12 +150,13 @@ class Training:
         """
         if self.version is None or self.batch is not None or self.done or self.over is not None:
             return None
-        step = self.version.step
-        size = self._rounds.size(step) if evaluated else None
-        if size is not None and self._rounds.held(step, size):
+        step, rounds = self.version.step, self._rounds
+        too_old = rounds.too_old(step)
+        size = rounds.size(step, too_old) if evaluated else None
+        if size is not None and rounds.held(step, size, too_old):
             if size == 0 or not self._expire_late(now, step, size):
                 return None
-            size = self._rounds.size(step)
+            size = rounds.size(step, 0)
         self._late_since = None
         if size is None:
             return None
@@ -200,26 +201,29 @@ class Training:
         """What holds up the next batch: `learner`, `evaluation` or `rollouts`."""
         if self.batch is not None or self.version is None:
             return "learner"
-        if not evaluated and (self.done or self._rounds.size(self.version.step) is not None):
-            return "evaluation"
+        step = self.version.step
+        if not evaluated:
+            too_old = self._rounds.too_old(step)
+            if self.done or self._rounds.size(step, too_old) is not None:
+                return "evaluation"
         return "rollouts"
 
     def _fill(self, current: Round, version: Version) -> list[Task]:
-        strategy, step, used = self.teaching.strategy, current.step, current.used
+        teaching, step, used = self.teaching, current.step, current.used
         issued: list[Task] = []
         first = not current.selected
         if first:
             current.selected = True
             current.owed = self._run.prompts_per_step
         if current.owed:
-            picks = strategy.select(step, current.owed, used, first=first)
-            self.notices += strategy.take_notices()
+            picks = teaching.select(step, current.owed, used, first=first)
+            self.notices += teaching.strategy.take_notices()
             current.dry = len(picks) < current.owed
             current.owed -= len(picks)
             issued += self._issue(current, version, picks)
         wanted = min(current.vacant, self._config.max_refill - current.refills)
         if wanted > 0 and not current.dry:
-            picks = strategy.refill(step, wanted, used)
+            picks = teaching.refill(step, wanted, used)
             current.dry = len(picks) < wanted
             current.vacant -= len(picks)
             current.refills += len(picks)
@@ -252,8 +256,8 @@ class Training:
         if event.status == "failed" or len(event.rewards) != task.group_size:
             return None
         grading = self._config.grading
-        needed = grading.needed(task.group_size)
-        if task.group_size - event.rewards.count(None) < needed:
+        missing = event.rewards.count(None)
+        if missing and task.group_size - missing < grading.needed(task.group_size):
             return None
         try:
             return figures(event, grading)

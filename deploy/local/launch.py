@@ -74,6 +74,11 @@ def make_run_dir(config: Config, run_id: str | None) -> RunDir:
 def launch(config: Config, config_path: Path, run_id: str | None, *, live: bool) -> int:
     """Run it. `config` has passed `check`. Returns the exit code; raises StartError."""
     started = time.monotonic()
+    if config.metrics.port:
+        raise StartError(
+            f"metrics.port: {config.metrics.port} cannot be the port of every process on one "
+            "machine; use 0, which gives each a free one"
+        )
     run = make_run_dir(config, run_id)
     with StopSignals() as signals, contextlib.ExitStack() as stack:
         try:
@@ -164,7 +169,8 @@ class _Running:
     def _train(self) -> tuple[int, bool]:
         """Exit code so far, and whether the run was cut short."""
         specs = environment.specs(self.config, self.run_dir, os.environ)
-        observer = Observer(self.run_dir, [spec.name for spec in specs])
+        names = [spec.name for spec in specs]
+        observer = Observer(self.run_dir, names, host=self.config.metrics.host)
         view = make_view(self.config, observer, Console(), live=self.live)
         broker = self.broker
         supervisor = Supervisor(

@@ -24,8 +24,12 @@ ANSWER_SECONDS = 0.5
 KEPT_WARNINGS = 4
 STARTING, NOT_ANSWERING = "starting", "not answering"
 UNKNOWN_STATES = (STARTING, NOT_ANSWERING)
-# The format that every process logs in: date time LEVEL name: message.
-TROUBLE = re.compile(rb"^\S+ \S+ (?:WARNING|ERROR|CRITICAL) \S+: (.*)$")
+# The format that every process logs in: date time LEVEL name: message. Warnings of libraries stay
+# in the log.
+TROUBLE = re.compile(
+    rb"^\S+ \S+ (?:(?:ERROR|CRITICAL) \S+|WARNING (?:scheduler|actors|learner|protocol)\S*): (.*)$"
+)
+ANYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,12 @@ class ProcessFacts:
 class Observer:
     """Gathers what a view shows, once a second."""
 
-    def __init__(self, run: RunDir, names: list[str], period: float = 1.0) -> None:
-        """`names` are the processes of the run, in the order in which they are shown."""
+    def __init__(
+        self, run: RunDir, names: list[str], *, host: str = "127.0.0.1", period: float = 1.0
+    ) -> None:
+        """`names` are the processes of the run, in the order in which they are shown; `host` is
+        where they listen (metrics.host)."""
+        self._host = "127.0.0.1" if host in ANYWHERE else host
         self._run = run
         self._names = names
         self._period = period
@@ -91,14 +99,14 @@ class Observer:
         if not path.exists():
             return ProcessFacts(name, STARTING)
         try:
-            return _facts(name, path)
+            return _facts(name, path, self._host)
         except (OSError, ValueError, TypeError):
             return ProcessFacts(name, NOT_ANSWERING)
 
 
-def _facts(name: str, path: Path) -> ProcessFacts:
+def _facts(name: str, path: Path, host: str) -> ProcessFacts:
     port = int(json.loads(path.read_text())["port"])
-    url = f"http://127.0.0.1:{port}/healthz"
+    url = f"http://{host}:{port}/healthz"
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
             facts = json.loads(answer.read())

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.engine import PromptError
-from actors.vllm_engine import VllmEngine, check_passthrough, context_length
+from actors.vllm_engine import VllmEngine, check_settings, context_length
 from protocol.config import Config, ConfigError
 from protocol.versions import Span, Version, covers
 from tests.actors.engines import QUICKSTART, SharedEngine, engine, forward_logprobs
@@ -78,42 +78,60 @@ def test_greedy_is_the_most_probable_token_and_every_completion_the_same(
         assert model(ids).logits[0, -1].argmax().item() == token
 
 
-def test_a_seed_repeats_a_request_and_its_completions_differ(engine: SharedEngine) -> None:
+def test_a_seed_repeats_a_request_and_its_completions_differ(
+    engine: SharedEngine, flat: Path
+) -> None:
+    engine.load(flat)
     prompt = engine.engine.encode("99+99=", 16)
     first, again, other = (
-        [list(c.tokens) for c in engine.generate(prompt, n=8, temperature=3.0, seed=seed)]
-        for seed in (5, 5, 600)
+        [list(c.tokens) for c in engine.generate(prompt, n=8, seed=seed)] for seed in (5, 5, 600)
     )
     assert first == again
     assert first != other
     assert len({tuple(tokens) for tokens in first}) > 1
 
 
-def test_an_update_in_mid_generation_shows_in_the_spans(
-    engine: SharedEngine, base_weights: Version
-) -> None:
-    prompt = engine.engine.encode("3+6=", 16)
-    before = engine.engine.tokens
-    # So hot that the end token is one among sixteen: completions are long.
-    futures = [engine.start(prompt, n=16, temperature=50.0, max_tokens=50) for _ in range(16)]
-    while engine.engine.tokens == before:
-        time.sleep(0.001)
-    version = engine.load(engine.base)
+def test_an_update_in_mid_generation_shows_in_the_spans(engine: SharedEngine, flat: Path) -> None:
+    before = engine.load(flat)
+    futures = [start_long(engine) for _ in range(16)]
+    wait_for_a_token(engine, futures[0])
+    after = engine.load(flat)
     sampled = [c for future in futures for c in future.result(60)]
     assert all(covers(c.spans, len(c.tokens)) for c in sampled)
-    assert [base_weights, version] in [[s.version for s in c.spans] for c in sampled]
+    assert [before, after] in [[s.version for s in c.spans] for c in sampled]
 
 
-def test_a_cancelled_request_is_gone_and_the_engine_goes_on(engine: SharedEngine) -> None:
-    prompt = engine.engine.encode("3+6=", 16)
-    before = engine.engine.tokens
-    future = engine.start(prompt, n=16, temperature=50.0, max_tokens=50)
-    while engine.engine.tokens == before:
-        time.sleep(0.001)
+def test_a_cancelled_request_is_gone_and_the_engine_goes_on(
+    engine: SharedEngine, flat: Path
+) -> None:
+    engine.load(flat)
+    future = start_long(engine)
+    wait_for_a_token(engine, future)
     future.cancel()
     with pytest.raises(CancelledError):
         future.result(10)
-    assert len(engine.generate(prompt, n=2)) == 2
+    assert len(engine.generate(engine.engine.encode("3+6=", 16), n=2)) == 2
+
+
+@pytest.fixture(scope="module")
+def flat(engine: SharedEngine) -> Path:
+    """Weights whose logits are all 0: the end token is one among sixteen, completions are long."""
+    model = AutoModelForCausalLM.from_pretrained(engine.base, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    model.save_pretrained(engine.directory / "flat")
+    return engine.directory / "flat"
+
+
+def start_long(engine: SharedEngine) -> Any:
+    return engine.start(engine.engine.encode("3+6=", 16), n=16, max_tokens=50)
+
+
+def wait_for_a_token(engine: SharedEngine, future: Any) -> None:
+    before = engine.engine.tokens
+    while engine.engine.tokens == before:
+        assert not future.done()
+        time.sleep(0.001)
 
 
 def test_stop_texts_end_a_completion_and_stay_in_its_tokens(
@@ -154,7 +172,12 @@ def config(path: Path | str = QUICKSTART, **sections: Any) -> Config:
 )
 def test_engine_arguments_that_change_the_distribution_are_refused(key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"actors\.engine\.{key}: .*{says}"):
-        check_passthrough(config(actors={"engine": {key: "x"}}))
+        check_settings(config(actors={"engine": {key: "x"}}))
+
+
+def test_a_temperature_that_vllm_does_not_sample_at_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.temperature: 3"):
+        check_settings(config(rollout={"temperature": 3.0}))
 
 
 async def test_an_unknown_engine_argument_is_refused_before_anything_starts() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from protocol.config import Config, dump_config, load_config
+from protocol.messages import RunEndReason
 from protocol.records import (
     Accounts,
     EndRecord,
@@ -53,7 +54,9 @@ def config(folder: Path, steps: int) -> Config:
     return load_config(path)
 
 
-def records(steps: int, *, ended: bool = True) -> list[RunRecord]:
+def records(
+    steps: int, *, ended: bool = True, reason: RunEndReason = "finished"
+) -> list[RunRecord]:
     """What the scheduler writes in a run of `steps` steps, evaluated every 25."""
     rng = random.Random(0)
     found: list[RunRecord] = [evaluation(0, steps, 2.0)]
@@ -68,7 +71,7 @@ def records(steps: int, *, ended: bool = True) -> list[RunRecord]:
     if ended:
         last = found[-2]
         assert isinstance(last, StepRecord)
-        found.append(_end(last, steps))
+        found.append(_end(last, steps, reason))
     return found
 
 
@@ -152,10 +155,10 @@ def evaluation(step: int, steps: int, seconds: float, name: str = "held_out") ->
     )
 
 
-def _end(last: StepRecord, steps: int) -> EndRecord:
+def _end(last: StepRecord, steps: int, reason: RunEndReason) -> EndRecord:
     return EndRecord(
-        reason="finished",
-        detail="",
+        reason=reason,
+        detail="" if reason == "finished" else "no outcome for 3600 s",
         version=Version(0, steps),
         seconds=last.seconds + 5,
         rollouts=last.rollouts,

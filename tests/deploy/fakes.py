@@ -2,7 +2,8 @@
 
 `fakes.py child NAME KIND DIR`: they talk through files in DIR instead of through Kafka. `stop` asks
 the fake scheduler to end the run, `ended` tells everyone that it is over; `NAME.term` is left by a
-SIGTERM. Kind `scripted` plays a whole run of ten steps.
+SIGTERM. Kind `scripted` plays a whole run of ten steps, `stuck` one that ends
+without progress.
 `fakes.py reprise KIND… -- ARGUMENTS` is the `reprise` command over a fake scheduler, learner and
 actor of these kinds.
 `fakes.py launch DIR NAME:ROLE:KIND…` supervises children like `reprise run` does.
@@ -63,13 +64,14 @@ def child(name: str, kind: str, folder: Path) -> int:
         while True:
             signal.pause()
 
-    if kind == "scripted":
+    if kind in ("scripted", "stuck"):
         run = RunDir(folder)
-        run.metrics.write_bytes(b"".join(map(to_line, records(10))))
+        reason = "finished" if kind == "scripted" else "no_progress"
+        run.metrics.write_bytes(b"".join(map(to_line, records(10, reason=reason))))
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
         (folder / "ended").touch()
-        return 0
+        return 0 if kind == "scripted" else 1
 
     def on_term(number: int, frame: object) -> None:
         (folder / f"{name}.term").write_text(str(time.monotonic()))

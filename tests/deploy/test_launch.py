@@ -82,6 +82,17 @@ def test_a_run_ends_with_summary_report_and_nothing_left(path: Path) -> None:
     nothing_left(run)
 
 
+def test_a_run_that_ended_badly_is_finished_in_order_and_fails(path: Path) -> None:
+    process = reprise(path, "stuck", "learner", "actor")
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert "the run did not end well: no outcome for 3600 s" in output
+    assert "ended unexpectedly" not in output
+    run = only_run(path)
+    assert not list(run.root.glob("*.term")), "the others left by themselves"
+    nothing_left(run)
+
+
 def test_a_child_that_dies_ends_the_run_with_the_end_of_its_log(path: Path) -> None:
     process = reprise(path, "scheduler", "learner", "crash")
     output, _ = process.communicate(timeout=DEADLINE)
@@ -107,10 +118,14 @@ def test_ctrl_c_ends_the_run_and_says_how_to_go_on(path: Path) -> None:
     nothing_left(run)
 
 
-def test_a_run_id_is_used_once(path: Path) -> None:
+def test_what_cannot_start_is_one_line_and_exit_code_2(path: Path) -> None:
     (path.parent / "runs" / "mine").mkdir(parents=True)
-    for run_id, expected in (("mine", "exists already"), ("no spaces", "does not fit")):
-        process = reprise(path, "scripted", "learner", "actor", arguments=("--run-id", run_id))
+    for arguments, expected in (
+        (("--run-id", "mine"), "exists already"),
+        (("--run-id", "no spaces"), "does not fit"),
+        (("--set", "metrics.port=9100"), "metrics.port: 9100 cannot be the port of every process"),
+    ):
+        process = reprise(path, "scripted", "learner", "actor", arguments=arguments)
         _, errors = process.communicate(timeout=DEADLINE)
         assert process.returncode == 2
         assert expected in errors

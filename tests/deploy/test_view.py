@@ -87,6 +87,7 @@ def test_the_picture_shows_progress_figures_processes_and_warnings(run: RunDir) 
     run.register_process("learner", server.port)
     (run.logs / "learner.log").write_text(
         "2026-01-01 00:00:00,000 INFO learner: fine\n"
+        "2026-01-01 00:00:00,000 WARNING torch: a library's own concern\n"
         "2026-01-01 00:00:00,000 WARNING learner.service: the batch is small\n"
     )
     observer = observed(run, "learner", "actor-0")
@@ -109,6 +110,7 @@ def test_the_picture_shows_progress_figures_processes_and_warnings(run: RunDir) 
         "trained 800",
     ):
         assert expected in text, text
+    assert "own concern" not in text
 
 
 def test_a_process_that_does_not_answer_is_said_to_be_so(run: RunDir) -> None:

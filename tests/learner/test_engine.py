@@ -100,17 +100,25 @@ def cases(model: Path) -> dict[str, Case]:
             lambda ranks: configure(model, ranks, learner), [(STEP, g, False) for g in steps]
         )
 
-    def adam(stage: int, steps: Sequence[list[RewardGroup]], **learner: Any) -> Case:
+    def adam(
+        stage: int,
+        steps: Sequence[list[RewardGroup]],
+        more: dict[str, Any] | None = None,
+        dtype: str = "float32",
+        **learner: Any,
+    ) -> Case:
         settings = {
             "deepspeed": {
                 "optimizer": ADAM,
                 "zero_optimization": {"stage": stage},
                 "gradient_clipping": 0.5,
+                **(more or {}),
             },
             **learner,
         }
         return Case(
-            lambda ranks: configure(model, ranks, settings), [(STEP, g, False) for g in steps]
+            lambda ranks: configure(model, ranks, settings, dtype),
+            [(STEP, g, False) for g in steps],
         )
 
     uneven = uneven_groups()
@@ -118,7 +126,11 @@ def cases(model: Path) -> dict[str, Case]:
     found |= {name: sgd(0.3, loss, [uneven, uneven]) for name, loss in SGD_CASES.items()}
     found["one"] = sgd(BIG, {"truncated": "mask"}, [one_in_the_loss()])
     found["small_micro_batches"] = adam(0, [uneven] * 3, micro_batch_tokens=24)
+    found["recomputed"] = adam(0, [uneven] * 3, {"activation_checkpointing": {}})
+    found["bfloat16"] = adam(2, [uneven] * 3, dtype="bfloat16")
     found["warm_up"] = adam(1, [uneven] * 3, warmup_steps=4)
+    halving = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+    found["schedule"] = adam(0, [uneven] * 3, {"scheduler": halving}, warmup_steps=4)
     for temperature in (1.0, 0.7):
         found[f"on_policy_{temperature}"] = adam(0, [on_policy(model, temperature)])
     for stage in STAGES:
@@ -128,9 +140,10 @@ def cases(model: Path) -> dict[str, Case]:
     return found
 
 
-def configure(model: Path, ranks: int, learner: dict[str, Any]) -> Config:
+def configure(model: Path, ranks: int, learner: dict[str, Any], dtype: str = "float32") -> Config:
     return make_config(
         model,
+        dtype=dtype,
         learner={"ranks": ranks, **learner},
         rollout={"group_size": 4, "max_tokens": 12, "max_prompt_tokens": 12},
     )
@@ -303,14 +316,28 @@ def test_three_adam_steps_equal_plain_torch_at_every_zero_stage(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_result_does_not_depend_on_the_packing(runs: Runs, ranks: int) -> None:
-    whole, parts = (runs.weights(name, ranks) for name in ("adam_0", "small_micro_batches"))
-    for name, value in whole.items():
-        assert torch.allclose(parts[name], value, rtol=1e-5, atol=1e-6), name
+@pytest.mark.parametrize("other", ["small_micro_batches", "recomputed"])
+def test_the_result_depends_on_neither_packing_nor_recomputation(
+    runs: Runs, other: str, ranks: int
+) -> None:
+    expected, found = (runs.weights(name, ranks) for name in ("adam_0", other))
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_models_precision_is_trained_and_published(runs: Runs, ranks: int) -> None:
+    weights = runs.weights("bfloat16", ranks)
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    for in_half, in_single in zip(
+        runs.results("bfloat16", ranks), runs.results("adam_2", ranks), strict=True
+    ):
+        # 8 bits of mantissa; the log-probs of 67 tokens enter the loss.
+        assert in_half.metrics["loss"] == pytest.approx(in_single.metrics["loss"], abs=0.02)
 
 
 def test_one_and_two_ranks_report_the_same_numbers(runs: Runs) -> None:
-    for name in runs.cases:
+    for name in runs.cases.keys() - {"bfloat16"}:
         one, two = runs.results(name, 1), runs.results(name, 2)
         for a, b in zip(one, two, strict=True):
             assert a.skipped == b.skipped
@@ -354,3 +381,11 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(
 def test_the_learning_rate_rises_over_the_warm_up(runs: Runs, ranks: int) -> None:
     rates = [r.metrics["lr"] for r in runs.results("warm_up", ranks)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_warm_up_multiplies_the_schedule_and_does_not_feed_back_into_it(
+    runs: Runs, ranks: int
+) -> None:
+    rates = [r.metrics["lr"] for r in runs.results("schedule", ranks)]
+    assert rates == pytest.approx([1e-3 * 1 / 4, 0.5e-3 * 2 / 4, 0.25e-3 * 3 / 4])

@@ -102,8 +102,8 @@ def test_a_taken_port_is_named(server: MonitorServer, health: Health) -> None:
 @pytest.mark.parametrize("role", [SchedulerMetrics, ActorMetrics, LearnerMetrics])
 def test_names_have_the_prefix_and_labels_leave_those_of_scraping_alone(role: Any) -> None:
     registry = CollectorRegistry()
-    metrics = role(registry)
-    for name, metric in vars(metrics).items():
+    role(registry)
+    for name, metric in registry._names_to_collectors.items():
+        assert name.startswith("reprise_")
         assert not RESERVED & set(metric._labelnames), name
-        assert metric._name.startswith("reprise_"), name
         assert metric._documentation.endswith("."), name
