@@ -25,7 +25,7 @@ from protocol.versions import Span, Version
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-STOP_SECONDS = 5.0
+STOP_SECONDS = 1.0
 MAX_TEMPERATURE = 2.0
 # Of AsyncEngineArgs: ours to set, with the field of our config that does.
 OURS = {

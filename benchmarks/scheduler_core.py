@@ -4,8 +4,8 @@ Each number of problems is measured in a process of its own. Every problem is vi
 that heap, pools and dates are as full as they get (solve rates from Beta(½, ½), so that many groups
 have no variance); then rounds of 512 groups of 16 completions run through `Core.apply`: selection,
 issue, addresses to 8 actors, Started, Outcome, replacements, batch, StepCompleted. All times are
-processor time of the one thread. Bytes per problem are the growth of the process's resident set
-from before the core was made to after the rounds.
+processor time of the one thread; rates are those of the median round. Bytes per problem are the
+growth of the process's resident set from before the core was made to after the rounds.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def measure(problems: int) -> dict[str, float]:
     selections = select_often(strategy, world)
     state = core.state()
     return {
-        "outcomes_per_second": world.outcomes / world.outcome_seconds,
-        "cycle_outcomes_per_second": world.outcomes / world.seconds,
+        "outcomes_per_second": statistics.median(world.outcome_rates),
+        "cycle_outcomes_per_second": statistics.median(world.cycle_rates),
         "select_512_ms": 1e3 * statistics.median(selections),
         "select_512_p95_ms": 1e3 * statistics.quantiles(selections, n=20)[-1],
         "bytes_per_problem": size / problems,
@@ -139,9 +139,10 @@ class _World:
         self.rates = array("d", (self.rng.betavariate(0.5, 0.5) for _ in range(problems)))
         self.core = core
         self.step = 0
-        self.outcomes = 0
-        self.outcome_seconds = 0.0
         self.seconds = 0.0
+        # Per round: outcomes per second of applying outcomes, and of applying all events.
+        self.outcome_rates: list[float] = []
+        self.cycle_rates: list[float] = []
 
     def run(self) -> None:
         """So many rounds."""
@@ -150,24 +151,27 @@ class _World:
         start += [Joined(actor=f"actor-{n}", slots=SLOTS, version=version) for n in range(ACTORS)]
         start.append(LearnerReady(version=version))
         commands = self._apply(start)
-        self.seconds = 0.0
+        outcomes, outcome_seconds, began = 0, 0.0, self.seconds
         while self.step < last:
             tasks = [command for command in commands if isinstance(command, IssueTask)]
             batches = [command for command in commands if isinstance(command, SendBatch)]
             commands = []
             if tasks:
                 commands += self._apply([_started(task) for task in tasks])
-                outcomes: list[EventRecord] = [self._outcome(task) for task in tasks]
+                events: list[EventRecord] = [self._outcome(task) for task in tasks]
                 before = self.seconds
-                commands += self._apply(outcomes)
-                self.outcome_seconds += self.seconds - before
-                self.outcomes += len(outcomes)
+                commands += self._apply(events)
+                outcome_seconds += self.seconds - before
+                outcomes += len(events)
             for batch in batches:
                 groups: Any = batch.message
                 ends = [GroupEnd(g.task, g.attempt, "trained") for g in groups.groups]
                 done = StepCompleted(version=groups.version, ends=ends)
                 commands += self._apply([Tick(epoch=1, seconds=1.0), done])
                 self.step += 1
+                self.outcome_rates.append(outcomes / outcome_seconds)
+                self.cycle_rates.append(outcomes / (self.seconds - began))
+                outcomes, outcome_seconds, began = 0, 0.0, self.seconds
 
     def _apply(self, events: list[EventRecord]) -> list[Command]:
         apply = self.core.apply

@@ -30,7 +30,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.local.broker import EmbeddedBroker
-from protocol.config import EMBEDDED_FETCH_WAIT, KafkaConfig
+from protocol.config import EMBEDDED_FETCH_WAIT, FETCH_WAIT, KafkaConfig
 from protocol.kafka import Kafka, Producer, Reader
 from protocol.messages import AnyMessage, RunEnded, TaskRecord, WeightsRecord
 from protocol.topics import Topics
@@ -137,7 +137,10 @@ class Load:
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
         """Everything runs and every actor has its partition."""
-        kafka, topics = self.stage.kafka, self.stage.topics
+        topics = self.stage.topics
+        # Each fetch of all partitions of `tasks` costs this process more than the wait saves.
+        patient = self.stage.config.kafka.model_copy(update={"fetch_wait": FETCH_WAIT})
+        kafka = Kafka(patient, wait=30.0)
         async with contextlib.AsyncExitStack() as stack:
             weights = await opened(stack, kafka, topics.weights, WeightsRecord)
             tasks = await opened(stack, kafka, topics.tasks, TaskRecord)

@@ -68,7 +68,7 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-    for name in ("DeepSpeed", "transformers", "torch.distributed"):
+    for name in ("DeepSpeed", "transformers", "torch.distributed", "aiokafka"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

@@ -154,6 +154,13 @@ class Lead:
         completed = StepCompleted(version=batch.version, ends=ends, metrics=metrics)
         self._kafka.run_blocking(self._inbox.tell(completed))
         self._monitor.step(completed, skipped=trained.result.skipped is not None)
+        log.info(
+            "step %s: %d of %d groups trained; %s",
+            batch.version,
+            sum(end.end == "trained" for end in ends),
+            len(ends),
+            ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()),
+        )
 
     def _publish(self) -> Orders:
         """Write, announce and tidy up the weights of the current version."""

@@ -37,7 +37,8 @@ def advantages(
     mean = math.fsum(graded) / len(graded)
     deviation = 1.0
     if kind == "std":
-        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in graded) / len(graded))
+        # hypot squares nothing, so the largest rewards that a message may hold do not overflow.
+        deviation = math.hypot(*(r - mean for r in graded)) / math.sqrt(len(graded))
     return [None if r is None else (r - mean) / deviation for r in rewards]
 
 

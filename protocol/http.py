@@ -5,6 +5,7 @@ Invariant: trouble here never stops the work: a handler that fails answers 500 a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -37,11 +38,13 @@ class MonitorServer:
                 except Exception:
                     log.exception("%s failed", self.path)
                     status, kind, body = 500, "text/plain", b"internal error\n"
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                # Whoever asked may have given up waiting.
+                with contextlib.suppress(ConnectionError):
+                    self.send_response(status)
+                    self.send_header("Content-Type", kind)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def _answer(self) -> tuple[int, str, bytes]:
                 path = self.path.partition("?")[0]

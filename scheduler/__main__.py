@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -68,6 +69,9 @@ async def serve(config: Config, run_dir: RunDir) -> bool:
         loop.add_signal_handler(number, stop.set)
     problems = await asyncio.to_thread(load_problems, config)
     core = Core(config, len(problems[None]), eval_sets(config, problems))
+    # What is loaded for good need not be looked through at every garbage collection.
+    gc.collect()
+    gc.freeze()
     registry = CollectorRegistry()
     monitor = Monitor(registry, core, config.waits.main)
     with _watched(config), _served(config, run_dir, registry, monitor):

@@ -15,6 +15,8 @@ from typing import Any
 from scheduler.accounts import Books, Task
 from scheduler.roster import Actor, Roster
 
+SMALLEST_REBUILT = 256
+
 
 class Dispatch:
     """Addresses queued attempts to actors."""
@@ -25,6 +27,7 @@ class Dispatch:
         self._queue: list[tuple[int, int, int, str]] = []
         # (−free share, order, name); valid while that is still the actor's share.
         self._rooms: list[tuple[float, int, str]] = []
+        self._most_rooms = SMALLEST_REBUILT
 
     def add(self, task: Task) -> None:
         """The latest attempt of `task` waits for an actor."""
@@ -37,7 +40,7 @@ class Dispatch:
         free = actor.free
         if free > 0:
             heapq.heappush(self._rooms, (-free / actor.capacity, actor.order, actor.name))
-            if len(self._rooms) > 8 * len(self._roster) + 64:
+            if len(self._rooms) > self._most_rooms:
                 self._rebuild()
 
     def next(self) -> tuple[Task, Actor] | None:
@@ -100,6 +103,7 @@ class Dispatch:
     def _rebuild(self) -> None:
         self._rooms = [(-a.free / a.capacity, a.order, a.name) for a in self._roster if a.free > 0]
         heapq.heapify(self._rooms)
+        self._most_rooms = 4 * len(self._rooms) + SMALLEST_REBUILT
 
     def state(self) -> list[list[Any]]:
         """What `load` needs; which actor has how much room follows from the roster."""

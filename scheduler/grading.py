@@ -13,6 +13,9 @@ from protocol.config import GradingConfig
 from protocol.counting import graded, has_variance
 from protocol.messages import Outcome
 
+# Beyond it sums of ω over a run might not be finite.
+LARGEST_OMEGA = 1e300
+
 
 class Figures(NamedTuple):
     """One group in numbers.
@@ -53,33 +56,43 @@ class Figures(NamedTuple):
         return "all_right" if self.p >= 0.5 else "all_wrong"
 
 
-def figures(outcome: Outcome, grading: GradingConfig) -> Figures:
-    """The figures of an outcome that has at least one graded completion.
+class Grader:
+    """Makes the figures of groups, by the rules of one config."""
 
-    ω is the mean squared centred reward, Σ(r − r̄)²/n ÷ width², in float64. With centred advantages
-    A = r − r̄ it is the mean squared advantage of the group, so the group's expected squared
-    contribution to the policy gradient; Prioritized Replay (Fatemi, arXiv 2601.02648) sorts by it.
-    For rewards 0 and 1 with k of n right, r̄ = p = k/n and
-    ω = (k(1−p)² + (n−k)p²)/n = p(1−p)² + (1−p)p² = p(1−p): greatest at p = ½, zero at 0 and 1.
-    Raises ValueError if no completion is graded.
-    """
-    rewards: Any = outcome.rewards
-    correct: Any = outcome.correct
-    if None in rewards:
-        rewards, correct = graded(rewards), graded(correct)
-    n = len(rewards)
-    if n == 0:
-        raise ValueError("no completion is graded")
-    width = grading.width
-    total = sum(correct)
-    mean = sum(rewards) / n
-    centred = [reward - mean for reward in rewards]
-    return Figures(
-        n,
-        total,
-        total / n,
-        mean,
-        sum(map(mul, centred, centred)) / n / width**2,
-        not has_variance(rewards, grading.variance_tolerance, width),
-        2 * sum(outcome.truncated) > len(outcome.truncated),
-    )
+    def __init__(self, grading: GradingConfig) -> None:
+        self._tolerance = grading.variance_tolerance
+        self._width = grading.width
+        self._width_squared = grading.width**2
+
+    def figures(self, outcome: Outcome) -> Figures:
+        """The figures of an outcome that has at least one graded completion.
+
+        ω is the mean squared centred reward, Σ(r − r̄)²/n ÷ width², in float64. With centred
+        advantages A = r − r̄ it is the mean squared advantage of the group, by which Prioritized
+        Replay (Fatemi, arXiv 2601.02648) sorts. For rewards 0 and 1 with k of n right, r̄ = p = k/n
+        and ω = (k(1−p)² + (n−k)p²)/n = p(1−p)² + (1−p)p² = p(1−p): greatest at p = ½, zero at 0
+        and 1. Raises ValueError if no completion is graded, OverflowError for rewards whose squares
+        no float64 can hold.
+        """
+        rewards: Any = outcome.rewards
+        correct: Any = outcome.correct
+        if None in rewards:
+            rewards, correct = graded(rewards), graded(correct)
+        n = len(rewards)
+        if n == 0:
+            raise ValueError("no completion is graded")
+        total = sum(correct)
+        mean = sum(rewards) / n
+        centred = [reward - mean for reward in rewards]
+        omega = sum(map(mul, centred, centred)) / n / self._width_squared
+        if omega > LARGEST_OMEGA:
+            raise OverflowError(f"rewards: ω is {omega}")
+        return Figures(
+            n,
+            total,
+            total / n,
+            mean,
+            omega,
+            not has_variance(rewards, self._tolerance, self._width),
+            2 * sum(outcome.truncated) > len(outcome.truncated),
+        )

@@ -84,8 +84,8 @@ class Service:
         self._topics = self._identity.topics
         self._producer: Producer
         self._events: Reader
-        self._task_ends: Reader
-        self._batch_ends: Reader
+        # End offset by partition, from the acknowledgements: nobody else writes to these topics.
+        self._ends: dict[str, dict[int, int]] = {}
         self._metrics_file: BinaryIO
         self._next_event = 0
         self._left: bool | None = None
@@ -133,16 +133,20 @@ class Service:
             self._metrics_file = stack.enter_context(_append_to(self._run_dir.metrics))
             self._producer = await self._kafka.producer()
             stack.push_async_callback(self._producer.stop)
-            readers = []
-            for topic in (self._topics.events, self._topics.tasks, self._topics.batches):
-                reader = await self._kafka.reader(topic, EventRecord)
-                stack.push_async_callback(reader.stop)
-                readers.append(reader)
-            self._events, self._task_ends, self._batch_ends = readers
-            for reader in readers:
-                await reader.partitions()
+            for topic in (self._topics.tasks, self._topics.batches):
+                self._ends[topic] = await self._ends_of(topic)
+            self._events = await self._kafka.reader(self._topics.events, EventRecord)
+            stack.push_async_callback(self._events.stop)
+            await self._events.partitions()
             await self._events.assign({0: 0})
             yield
+
+    async def _ends_of(self, topic: str) -> dict[int, int]:
+        reader = await self._kafka.reader(topic)
+        try:
+            return await reader.ends()
+        finally:
+            await reader.stop()
 
     async def _consume(self) -> None:
         """Apply events until the core leaves."""
@@ -236,7 +240,13 @@ class Service:
 
     async def _send(self, topic: str, message: Any, partition: int) -> None:
         await self._producer.room(MAX_UNACKNOWLEDGED)
-        await self._producer.send(topic, message, partition=partition)
+        sent = await self._producer.send(topic, message, partition=partition)
+        sent.add_done_callback(self._acknowledged)
+
+    def _acknowledged(self, sent: asyncio.Future[Any]) -> None:
+        if not sent.cancelled() and sent.exception() is None:
+            record = sent.result()
+            self._ends[record.topic][record.partition] = record.offset + 1
 
     async def _event(self, event: EventRecord) -> None:
         await self._producer.send(self._topics.events, event, partition=0)
@@ -293,8 +303,8 @@ class Service:
             incarnation=self._identity.incarnation,
             fingerprints={n or "": p.fingerprint for n, p in self._problems.items()},
             events=self._next_event,
-            tasks=await self._task_ends.ends(),
-            batches=await self._batch_ends.ends(),
+            tasks=dict(self._ends[self._topics.tasks]),
+            batches=dict(self._ends[self._topics.batches]),
             state=frozen(self._core.state()),
         )
         self._snapshots.start(snapshot, held_up=time.monotonic() - start)

@@ -27,7 +27,7 @@ from protocol.messages import BatchGroup, BatchReleased, Outcome, RunEndReason, 
 from protocol.records import StepRecord
 from protocol.versions import Version
 from scheduler.accounts import Books, Task
-from scheduler.grading import Figures, figures
+from scheduler.grading import Figures, Grader
 from scheduler.report import Report
 from scheduler.round import Round
 from scheduler.rounds import OpenRounds
@@ -62,6 +62,7 @@ class Training:
         self._books = books
         self._rounds = OpenRounds(config.run.prompts_per_step, config.run.max_lag)
         self.teaching = Teaching(config, problems)
+        self._grader = Grader(config.grading)
         self.report = Report()
         self.version: Version | None = None
         self.batch: dict[str, Task] | None = None
@@ -255,12 +256,11 @@ class Training:
         """The figures of a group that stands; None where it does not."""
         if event.status == "failed" or len(event.rewards) != task.group_size:
             return None
-        grading = self._config.grading
         missing = event.rewards.count(None)
-        if missing and task.group_size - missing < grading.needed(task.group_size):
+        if missing and task.group_size - missing < self._config.grading.needed(task.group_size):
             return None
         try:
-            return figures(event, grading)
+            return self._grader.figures(event)
         except ArithmeticError:  # rewards whose squares no float64 can hold
             return None
 
@@ -278,6 +278,8 @@ class Training:
 
     def _refusal(self, oldest: Version, newest: Version, current: Version) -> str | None:
         """The end of a group that no batch from now on may train (`protocol.versions.judge`)."""
+        if oldest == newest == current:
+            return None
         if oldest.generation != current.generation or newest.generation != current.generation:
             return "stale"
         # While a batch is at the learner the next weights may be out before its StepCompleted.

@@ -21,6 +21,8 @@ from protocol.kafka import BrokerError, Kafka
 from scheduler.problems import DataError, Problems
 
 BROKER_SECONDS = 5.0
+# Above so many training problems, reading each again to compare prompts takes too long.
+MOST_COMPARED = 200_000
 
 
 @dataclass
@@ -59,6 +61,8 @@ def _data(config: Config, found: Findings) -> None:
     train = _load(config, "data.train", config.data.train, None, found)
     if train is not None:
         found.facts.append(f"data.train: {len(train):,} problems in {config.data.train}")
+        if len(train) > MOST_COMPARED:
+            found.facts.append("data.train: too many to look for held-out prompts among them")
         if len(train) < config.run.prompts_per_step:
             found.mistakes.append(
                 f"run.prompts_per_step: {config.run.prompts_per_step} is more than the "
@@ -70,7 +74,7 @@ def _data(config: Config, found: Findings) -> None:
         if problems is None:
             continue
         found.facts.append(f"eval {held_out.name}: {len(problems):,} problems in {held_out.data}")
-        if train is not None:
+        if train is not None and len(train) <= MOST_COMPARED:
             _overlap(train, problems, held_out, found)
         problems.close()
     if train is not None:

@@ -20,7 +20,7 @@ from protocol.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 0.5
+ANSWER_SECONDS = 2.0
 KEPT_WARNINGS = 4
 STARTING, NOT_ANSWERING = "starting", "not answering"
 UNKNOWN_STATES = (STARTING, NOT_ANSWERING)
@@ -72,7 +72,7 @@ class Observer:
         """Look a last time, and no more."""
         self._stopped.set()
         if self._thread.is_alive():
-            self._thread.join(10 * ANSWER_SECONDS)
+            self._thread.join(3 * ANSWER_SECONDS)
         self.look(health=False)
 
     def look(self, *, health: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Prioritized Replay (Fatemi, arXiv 2601.02648): a max-heap on ω, replaying prompts near p = ½.
 
 The priority of a problem is ω of its latest group, which for 0/1 rewards is p(1 − p)
-(`scheduler.grading.figures` has the derivation). Around the paper's heap and pools stand constants
+(`scheduler.grading` has the derivation). Around the paper's heap and pools stand constants
 of our choice, see `protocol.config.PrioritizedConfig`.
 
 A first selection takes, in this order: problems due for a retest, oldest date first, up to their

@@ -27,7 +27,13 @@ from protocol.loops import LoopThread
 from protocol.versions import Version
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
-HOSTILE = {"eos_token_id": 2, "top_k": 1, "temperature": 0.1, "repetition_penalty": 2.0}
+HOSTILE = {
+    "eos_token_id": 2,
+    "do_sample": True,
+    "top_k": 1,
+    "temperature": 0.1,
+    "repetition_penalty": 2.0,
+}
 START_SECONDS = 300.0
 
 
@@ -112,7 +118,7 @@ def adam_step(source: Path, target: Path, lr: float) -> Path:
     """The weights of `source` after Adam's first step on a few sums: every weight moves by `lr`
     against the sign of its gradient. Written as the learner publishes them."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
     for text in ("3+6=9", "12+34=46", "99+1=100"):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         model(ids, labels=ids).loss.backward()

@@ -16,7 +16,6 @@ from tests.actors.engines import QUICKSTART
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
-BEGIN = 1
 
 
 @pytest.fixture
@@ -35,7 +34,6 @@ def test_plain_text_is_encoded_as_the_tokenizer_does(tokenizer: Any) -> None:
 
 def test_the_chat_template_is_applied_where_the_model_has_one(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE
-    # The template's text as it is: the beginning of the sequence is the template's to write.
     templated = tokenizer("1+=", add_special_tokens=False)["input_ids"]
     assert encoder(tokenizer).encode("1") == templated
     turns = [ChatMessage("user", "1"), ChatMessage("user", "2")]
@@ -56,6 +54,6 @@ def test_chat_turns_without_a_template_are_refused(tokenizer: Any) -> None:
 
 def test_a_prompt_is_never_cut(tokenizer: Any) -> None:
     with pytest.raises(PromptError, match="9 tokens"):
-        encoder(tokenizer).encode("12345678")
+        encoder(tokenizer).encode("123456789")
     with pytest.raises(PromptError, match="leaves 3"):
         encoder(tokenizer).encode("1+2=", room=3)

@@ -148,10 +148,10 @@ def test_stop_texts_end_a_completion_and_stay_in_its_tokens(
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_its_limit(engine: SharedEngine) -> None:
-    # Each character is a token, after the beginning of the sequence.
-    assert len(engine.engine.encode("1" * 31, 16)) == 32
+    # Each character is a token.
+    assert len(engine.engine.encode("1" * 32, 16)) == 32
     with pytest.raises(PromptError, match=r"33 tokens.*rollout\.max_prompt_tokens \(32\)"):
-        engine.engine.encode("1" * 32, 16)
+        engine.engine.encode("1" * 33, 16)
     with pytest.raises(PromptError, match="leaves 8 beside"):
         engine.engine.encode("1" * 20, 40)
 

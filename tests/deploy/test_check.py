@@ -210,3 +210,12 @@ def test_overrides_are_yaml_values_by_dotted_name(path: Path) -> None:
     assert (config.run.steps, config.run.keep_zero_variance, config.run.name) == (5, True, "x-1")
     with pytest.raises(ConfigError, match="FIELD=VALUE"):
         parse_overrides(["run.steps"])
+
+
+def test_the_command_imports_neither_torch_nor_vllm() -> None:
+    names = "deploy.local.cli", "deploy.local.check", "deploy.local.launch"
+    code = f"import sys, {', '.join(names)}; print({{'torch', 'vllm'}} & {{*sys.modules}})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "set()"

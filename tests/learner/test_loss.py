@@ -23,6 +23,10 @@ def test_std_advantages_have_mean_square_one() -> None:
     assert values[0] == pytest.approx(0.6 / math.sqrt(0.24))
 
 
+def test_the_largest_reward_that_a_message_may_hold_has_an_advantage() -> None:
+    assert advantages([1e300, -1e300], "std") == pytest.approx([1.0, -1.0])
+
+
 def test_an_ungraded_completion_is_in_neither_baseline_nor_loss() -> None:
     assert advantages([1.0, None, 0.0], "centred") == [0.5, None, -0.5]
     assert advantages([None, None], "std") == [None, None]

@@ -140,10 +140,24 @@ class Stage:
                 ) from None
             return Played(self, code.result(), cast, trainer)
 
+    async def appended(self, topic: str, records: int) -> None:
+        """Wait until partition 0 of `topic` holds so many records."""
+        reader = await self.kafka.reader(topic)
+        try:
+            await reader.assign({0: 0})
+            while records > 0:
+                records -= len(await reader.read(5.0))
+        finally:
+            await reader.stop()
+
     def stop(self) -> None:
         """SIGTERM to the scheduler."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
+
+    def records(self) -> list[RunRecord]:
+        """What the scheduler wrote to metrics.jsonl."""
+        return [from_line(line) for line in self.run_dir.metrics.read_bytes().splitlines()]
 
     def monitor(self, path: str) -> str:
         """What the scheduler serves at `path`. Blocks; call it from a thread."""
@@ -162,9 +176,7 @@ class Played:
         self.actors = actors
         self.learner = learner
         self.log = stage.log.read_text()
-        self.records: list[RunRecord] = [
-            from_line(line) for line in stage.run_dir.metrics.read_bytes().splitlines()
-        ]
+        self.records = stage.records()
         self.steps = [r for r in self.records if isinstance(r, StepRecord)]
         self.evals = [r for r in self.records if isinstance(r, EvalRecord)]
         ends = [r for r in self.records if isinstance(r, EndRecord)]

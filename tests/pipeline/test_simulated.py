@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.records import Accounts
+from protocol.records import Accounts, EndRecord
 from protocol.topics import Topics
 from protocol.versions import Version
 from tests.pipeline.simulated import Behaviour, spread
@@ -183,3 +183,28 @@ async def test_the_scheduler_shows_what_it_does_and_sigterm_ends_the_run_in_orde
     assert counted["reprise_events_total", "Joined"] == 2
     assert counted["reprise_events_lag_seconds",] < 20
     assert all(a.ended is not None for a in played.actors)
+
+
+async def test_a_stop_before_anything_began_ends_the_run_too(make_stage: Any) -> None:
+    stage = make_stage()
+    async with stage.scheduler() as process:
+        # Ticks are appended: the scheduler is at work, and its signal handlers are in place.
+        await stage.appended(stage.topics.events, 3)
+        stage.stop()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    (end,) = stage.records()
+    assert isinstance(end, EndRecord)
+    assert (end.reason, end.accounts.issued) == ("stopped", 0)
+    assert_balanced(end.accounts)
+
+
+async def test_a_run_directory_that_cannot_be_written_is_one_clear_line(
+    make_stage: Any,
+) -> None:
+    stage = make_stage()
+    stage.run_dir.metrics.mkdir()
+    async with stage.scheduler() as process:
+        assert await asyncio.wait_for(process.wait(), 30) == 1
+    lines = stage.log.read_text().splitlines()
+    assert f"{stage.run_dir.metrics}: cannot be written: Is a directory" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
