@@ -1,8 +1,9 @@
 """Which task runs next, which waits, and which has become useless: decisions only, no I/O.
 
-Invariants: no (task, attempt) enters twice; at most `slots` tasks run; a task that waits for newer
-weights blocks no other; a task marked `alone` runs when nothing else does, and holds back those
-behind it until then.
+A task waits, then runs in the engine, then is finished (graded, sent), then ends. Invariants: no
+(task, attempt) enters twice; at most `slots` tasks run, and one that is being graded takes no slot;
+a task that waits for newer weights blocks no other; a task marked `alone` starts when nothing else
+has, and holds back those behind it until then.
 """
 
 from __future__ import annotations
@@ -32,13 +33,24 @@ class Intake:
         self._max_lag = max_lag
         self._waiting: dict[str, _Waiting] = {}
         self._running: dict[str, Task] = {}
+        self._finishing: dict[str, Task] = {}
         self._seen: dict[str, None] = {}
         self._next_offset: int | None = None
 
     @property
     def running(self) -> list[Task]:
-        """Started and not ended, in the order of their start."""
+        """In the engine, in the order of their start."""
         return list(self._running.values())
+
+    @property
+    def finishing(self) -> list[Task]:
+        """Sampled and not ended."""
+        return list(self._finishing.values())
+
+    @property
+    def started(self) -> list[Task]:
+        """Started and not ended."""
+        return self.running + self.finishing
 
     @property
     def waiting(self) -> list[Task]:
@@ -71,7 +83,7 @@ class Intake:
                 break
             if held.task.version > version:
                 continue
-            if held.task.alone and self._running:
+            if held.task.alone and (self._running or self._finishing):
                 break
             del self._waiting[key]
             self._running[key] = held.task
@@ -80,13 +92,21 @@ class Intake:
                 break
         return started
 
+    def sampled(self, task: Task) -> None:
+        """The task left the engine; its slot is free."""
+        self._finishing[task.group] = self._running.pop(task.group)
+
     def end(self, task: Task) -> None:
         """The task ended, however it did."""
         self._running.pop(task.group, None)
+        self._finishing.pop(task.group, None)
         self._waiting.pop(task.group, None)
 
     def useless(self, version: Version) -> list[Task]:
-        """Held tasks that weights `version` make useless, running ones included."""
+        """Tasks that wait or run and that weights `version` make useless.
+
+        What is sampled already costs nothing more, and its outcome still teaches.
+        """
         return [
             task
             for task in (*self.waiting, *self.running)
@@ -109,6 +129,7 @@ class Intake:
         """Hold nothing any more."""
         self._waiting.clear()
         self._running.clear()
+        self._finishing.clear()
         self._next_offset = None
 
 

@@ -48,18 +48,9 @@ class Runner:
         self._kafka = kafka
         self._link = link
         self._metrics = metrics
-        self._sampled: set[str] = set()
 
-    def is_sampled(self, task: Task) -> bool:
-        """Has the running attempt left the engine?"""
-        return task.group in self._sampled
-
-    def forget(self, task: Task) -> None:
-        """The attempt was given up or has ended."""
-        self._sampled.discard(task.group)
-
-    async def run(self, task: Task, moved: Callable[[], None]) -> Outcome:
-        """The attempt's outcome; `moved` is called when it goes from sampling to grading.
+    async def run(self, task: Task, on_sampled: Callable[[Task], None]) -> Outcome:
+        """The attempt's outcome; `on_sampled` is called when it leaves the engine.
 
         Raises EngineDead, BrokerError.
         """
@@ -71,8 +62,7 @@ class Runner:
         except (PromptError, RequestError) as error:
             return self._failed(task, str(error))
         sampled_at = time.monotonic()
-        self._sampled.add(task.group)
-        moved()
+        on_sampled(task)
         try:
             grades = await self._grade(task, sampled)
             graded_at = time.monotonic()
@@ -80,8 +70,6 @@ class Runner:
             ref = await self._send(task, prompt_tokens, sampled, grades)
         except (GraderDied, Unusable) as error:
             return self._failed(task, str(error))
-        finally:
-            self.forget(task)
         self._metrics.generate_seconds.observe(sampled_at - began)
         self._metrics.grade_seconds.observe(graded_at - sampled_at)
         self._metrics.attempts.labels(self._end(task, ref)).inc()

@@ -225,7 +225,7 @@ class Actor:
     async def _rejoin(self) -> None:
         log.warning("given up by the scheduler as %s; dropping what is held", self._status.actor)
         self._status.actor = None
-        self._cancel(self._intake.running)
+        self._cancel(self._intake.started)
         self._intake.clear()
         self._update()
         await self._join()
@@ -238,13 +238,13 @@ class Actor:
         if version is not None and not self._loader.applying and not self._leaving.done():
             for task in self._intake.start(version):
                 # Listed before it is told, so that no heartbeat lacks a task that was started.
-                self._status.held = tuple(attempts(self._intake.running))
+                self._status.held = tuple(attempts(self._intake.started))
                 self._rollouts[task.group] = asyncio.create_task(self._roll_out(task))
         self._update()
 
     async def _roll_out(self, task: Task) -> None:
         try:
-            outcome = await self._runner.run(task, self._update)
+            outcome = await self._runner.run(task, self._on_sampled)
         except asyncio.CancelledError:
             return
         except Exception as error:
@@ -256,6 +256,10 @@ class Actor:
         self._intake.end(task)
         self._advance()
 
+    def _on_sampled(self, task: Task) -> None:
+        self._intake.sampled(task)
+        self._advance()
+
     def _is_over(self, task: Task) -> bool:
         over = self._leaving.done() and not self._draining
         return over or task.actor != self._status.actor
@@ -265,7 +269,6 @@ class Actor:
             rollout = self._rollouts.pop(task.group, None)
             if rollout is not None:
                 rollout.cancel()
-            self._runner.forget(task)
 
     def _release(self, tasks: list[Task], why: str) -> None:
         """Give tasks back, unrun or unfinished."""
@@ -280,29 +283,23 @@ class Actor:
         self._update()
 
     def _release_useless(self, version: Version) -> None:
-        """Give back what weights `version` make useless.
-
-        What is sampled and only being graded costs nothing more, and its outcome still teaches.
-        """
-        if self._status.actor is None:
-            return
-        useless = [t for t in self._intake.useless(version) if not self._runner.is_sampled(t)]
-        self._release(useless, f"weights {version} make it useless")
+        if self._status.actor is not None:
+            useless = self._intake.useless(version)
+            self._release(useless, f"weights {version} make it useless")
 
     def _update(self) -> None:
         """Bring the status that other threads read up to date."""
-        status, running = self._status, self._intake.running
+        status, intake = self._status, self._intake
         before = status.clock.state
-        sampling = any(not self._runner.is_sampled(task) for task in running)
         if self._draining:
             status.clock.enter("draining")
         elif self._loader.applying:
             status.clock.enter("loading")
-        elif sampling:
+        elif intake.running:
             status.clock.enter("generating")
-        elif running:
+        elif intake.finishing:
             status.clock.enter("grading")
-        elif self._intake.waiting or status.version is None:
+        elif intake.waiting or status.version is None:
             status.clock.enter("waiting_for_weights")
         else:
             status.clock.enter("idle")
@@ -311,8 +308,8 @@ class Actor:
             status.last_token = now
         self._metrics.tokens.inc(max(0, self._engine.tokens - status.tokens))
         status.tokens = self._engine.tokens
-        status.held = tuple(attempts(running))
-        status.unstarted = self._intake.unstarted_offset
+        status.held = tuple(attempts(intake.started))
+        status.unstarted = intake.unstarted_offset
 
     async def _tick(self) -> None:
         """What time brings: tasks that waited too long, deadlines, figures."""
@@ -336,6 +333,7 @@ class Actor:
                 self._metrics.grader_failures.labels(kind).inc(count - failures.get(kind, 0))
                 failures[kind] = count
             self._metrics.held.labels("running").set(len(self._intake.running))
+            self._metrics.held.labels("finishing").set(len(self._intake.finishing))
             self._metrics.held.labels("waiting").set(len(self._intake.waiting))
 
     # Weights.
@@ -368,7 +366,7 @@ class Actor:
                 await self._drain()
             if leaving.engine_died:
                 self._report_death(actor, leaving.why)
-            self._release([*self._intake.waiting, *self._intake.running], leaving.why)
+            self._release([*self._intake.waiting, *self._intake.started], leaving.why)
             try:
                 await asyncio.wait_for(self._kafka.run(self._link.flush()), FLUSH_SECONDS)
             except (TimeoutError, BrokerError) as error:
@@ -389,7 +387,7 @@ class Actor:
 
     def _report_death(self, actor: str, why: str) -> None:
         """Name what the engine held; what waited or was sampled already is released instead."""
-        held = [task for task in self._intake.running if not self._runner.is_sampled(task)]
+        held = self._intake.running
         self._link.post(EngineDied(actor=actor, attempts=attempts(held), error=why[:4096]))
         self._cancel(held)
         for task in held:

@@ -173,7 +173,7 @@ class ActorMetrics(ProcessMetrics):
         )
         self.held = Gauge(
             "reprise_actor_tasks_held",
-            "Tasks held, by whether they run or wait.",
+            "Tasks held: waiting, running in the engine, or finishing (graded, sent).",
             ["state"],
             registry=registry,
         )

@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("aiokafka").setLevel(logging.WARNING)
     try:
         config = load_config(run_dir.config)
         _require_run(run_dir, config)

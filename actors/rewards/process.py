@@ -94,7 +94,8 @@ class GraderProcess:
     async def answer(self, deadline: float) -> dict[str, Any]:
         """The next answer, within `deadline` seconds. Raises GraderDied."""
         try:
-            return await asyncio.wait_for(self._frame(), deadline)
+            async with asyncio.timeout(deadline):
+                return await self._frame()
         except TimeoutError:
             raise GraderDied(f"no answer within {deadline:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -23,13 +23,13 @@ def result_lines(summary: dict[str, Any], run: RunDir) -> list[str]:
         lines.append(_row("held-out accuracy", _sampled(sampled) + f"   mean@{sampled['n']}"))
     if summary["greedy_accuracy"]["before"] is not None:
         lines.append(_row("  greedy", _change(summary["greedy_accuracy"])))
-    training = summary["seconds"]["training"]
+    training = summary["seconds"]
     lines.append(
         _row(
             "training",
             f"{summary['steps']} steps, {summary['rollouts']:,} rollouts"
             + ("" if training is None else f", {clock_text(training)}")
-            + f" ({clock_text(summary['seconds']['wall'])} in all)",
+            + f" ({clock_text(summary['wall_seconds'])} in all)",
         )
     )
     if summary["accounts"] is not None:

@@ -42,7 +42,7 @@ def summary_of(run: RunDir) -> dict[str, Any]:
 def _wall_seconds(run: RunDir, history: History) -> float:
     """As the first summary says; the log time of the last record where there was none."""
     try:
-        return float(json.loads(run.summary.read_text())["seconds"]["wall"])
+        return float(json.loads(run.summary.read_text())["wall_seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         records = [*history.steps, *history.evals]
         return max(record.seconds for record in records)

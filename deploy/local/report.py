@@ -107,9 +107,8 @@ def _tiles(config: Config, history: History, summary: dict[str, Any]) -> str:
         tiles.append(_change_tile("greedy accuracy", summary["greedy_accuracy"]))
     pace = "" if not history.done else f"{summary['rollouts'] / history.done:.0f} a step"
     tiles.append(_tile(f"{summary['rollouts']:,}", "rollouts", pace))
-    seconds = summary["seconds"]
-    training = "–" if seconds["training"] is None else clock_text(seconds["training"])
-    steps = f"{summary['steps']} steps; {clock_text(seconds['wall'])} in all"
+    training = "–" if summary["seconds"] is None else clock_text(summary["seconds"])
+    steps = f"{summary['steps']} steps; {clock_text(summary['wall_seconds'])} in all"
     tiles.append(_tile(training, "training time", steps))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 

@@ -34,7 +34,8 @@ def test_the_summary_has_the_promised_keys(run: RunDir) -> None:
     assert set(summary) == {
         "run_id", "base_model", "exported_model", "held_out", "held_out_accuracy",
         "held_out_accuracy_kind", "sampled", "greedy_accuracy", "entropy", "accuracy_by_stratum",
-        "steps", "rollouts", "seconds", "seed", "strategy", "accounts", "impure_groups_trained",
+        "steps", "rollouts", "seconds", "wall_seconds", "seed", "strategy", "accounts",
+        "impure_groups_trained",
         "tokens_per_second", "end",
     }  # fmt: skip
     assert summary["base_model"] == "model", "relative to the working directory"

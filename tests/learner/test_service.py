@@ -75,7 +75,7 @@ class Stage:
         dump_config(self.config, self.run_dir.config)
 
     def start(self, *arguments: str) -> None:
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "learner", "--run-dir", str(self.run_dir.root), *arguments],
                 cwd=REPOSITORY,

@@ -140,7 +140,7 @@ class Chaos:
         if kind == "tick":
             return Tick(epoch=rng.choice([1, 1, 1, 0]), seconds=2.0)
         if kind == "learner":
-            self.generation += rng.random() < 0.2
+            self.generation += rng.random() < 0.05
             generation = self.generation - (rng.random() < 0.3 and self.generation > 0)
             return LearnerReady(version=Version(generation, rng.choice([0, 0, 1, 9])))
         return self.of_an_actor(kind)
