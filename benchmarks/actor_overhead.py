@@ -3,8 +3,9 @@ directly, with the same requests, in the same run.
 
 The engine is real vLLM on the quickstart model; the actor is the real service, fed over a real
 broker: it reads tasks, samples, grades in child processes, sends the groups with variance and
-reports outcomes. Rounds of both kinds alternate, and the median of the pairs' ratios counts, so
-that a slow moment of the machine hits both. `--json` prints one JSON object as the last line.
+reports outcomes. Rounds of both kinds alternate, each kind coming first in turn, and the median of
+the pairs' ratios counts, so that a slow moment of the machine hits both. `--json` prints one JSON
+object as the last line.
 """
 
 from __future__ import annotations
@@ -183,10 +184,13 @@ async def measure(directory: Path, servers: str, tasks: int, pairs: int) -> dict
     await direct_round(engine, 0, problems)
     rates: dict[str, list[float]] = {"pipeline": [], "direct": []}
     for number in range(1, pairs + 1):
-        tokens, seconds = await thread.run(feeder.round(actor, problems))
-        rates["pipeline"].append(tokens / seconds)
-        tokens, seconds = await direct_round(engine, number, problems)
-        rates["direct"].append(tokens / seconds)
+        order = ("pipeline", "direct") if number % 2 else ("direct", "pipeline")
+        for kind in order:
+            if kind == "pipeline":
+                tokens, seconds = await thread.run(feeder.round(actor, problems))
+            else:
+                tokens, seconds = await direct_round(engine, number, problems)
+            rates[kind].append(tokens / seconds)
         print(f"pair {number}: pipeline {rates['pipeline'][-1]:.0f} tokens/s, "
               f"direct {rates['direct'][-1]:.0f}")  # fmt: skip
     await thread.run(feeder.end())
@@ -220,7 +224,7 @@ def main() -> None:
     """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", type=int, default=192, help="groups a round (default 192)")
-    parser.add_argument("--pairs", type=int, default=5, help="rounds of each kind (default 5)")
+    parser.add_argument("--pairs", type=int, default=7, help="rounds of each kind (default 7)")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

@@ -28,6 +28,8 @@ class Dispatch:
         # (−free share, order, name); valid while that is still the actor's share.
         self._rooms: list[tuple[float, int, str]] = []
         self._most_rooms = SMALLEST_REBUILT
+        # Actors whose room has changed and is not in `_rooms` yet.
+        self._changed: dict[str, Actor] = {}
 
     def add(self, task: Task) -> None:
         """The latest attempt of `task` waits for an actor."""
@@ -37,11 +39,7 @@ class Dispatch:
 
     def room(self, actor: Actor) -> None:
         """How much the actor may take has changed."""
-        free = actor.free
-        if free > 0:
-            heapq.heappush(self._rooms, (-free / actor.capacity, actor.order, actor.name))
-            if len(self._rooms) > self._most_rooms:
-                self._rebuild()
+        self._changed[actor.name] = actor
 
     def next(self) -> tuple[Task, Actor] | None:
         """Address the most urgent attempt; None where nothing waits or nobody has room."""
@@ -74,6 +72,13 @@ class Dispatch:
         return None
 
     def _choose(self, avoid: str | None) -> Actor | None:
+        for actor in self._changed.values():
+            if actor.free > 0:
+                room = (-actor.free / actor.capacity, actor.order, actor.name)
+                heapq.heappush(self._rooms, room)
+        self._changed.clear()
+        if len(self._rooms) > self._most_rooms:
+            self._rebuild()
         best = self._top()
         if best is None or best.name != avoid:
             return best
@@ -103,6 +108,7 @@ class Dispatch:
     def _rebuild(self) -> None:
         self._rooms = [(-a.free / a.capacity, a.order, a.name) for a in self._roster if a.free > 0]
         heapq.heapify(self._rooms)
+        self._changed.clear()
         self._most_rooms = 4 * len(self._rooms) + SMALLEST_REBUILT
 
     def state(self) -> list[list[Any]]:

@@ -17,20 +17,22 @@ GOOD: tuple[RunEndReason, ...] = ("finished", "stopped", "nothing_left_to_learn"
 
 
 class Ending:
-    """The end of the run, as far as it has come."""
+    """The end of the run, as far as it has come.
+
+    Attributes:
+        phase: RUNNING, STOPPING, DRAINING or LEFT.
+        begun: no new work is given out any longer.
+        reason, detail: why, once it has begun.
+    """
 
     def __init__(self, drain: float) -> None:
         """`drain`: longest wait of a phase, in seconds of log time."""
         self._drain = drain
         self.phase = RUNNING
+        self.begun = False
         self.reason: RunEndReason = "finished"
         self.detail = ""
         self._since = 0.0
-
-    @property
-    def begun(self) -> bool:
-        """Is no new work given out any longer?"""
-        return self.phase != RUNNING
 
     @property
     def ok(self) -> bool:
@@ -44,7 +46,8 @@ class Ending:
 
     def begin(self, reason: RunEndReason, detail: str, now: float) -> None:
         """The run is to end."""
-        self.phase, self.reason, self.detail, self._since = STOPPING, reason, detail[:4096], now
+        self.phase, self.begun = STOPPING, True
+        self.reason, self.detail, self._since = reason, detail[:4096], now
 
     def drain(self, now: float) -> None:
         """Everyone is told."""
@@ -65,3 +68,4 @@ class Ending:
     def load(self, state: list[Any]) -> None:
         """Become the ending that `state` was taken of."""
         self.phase, self.reason, self.detail, self._since = state
+        self.begun = self.phase != RUNNING

@@ -10,7 +10,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from protocol.config import GradingConfig
-from protocol.counting import graded, has_variance
+from protocol.counting import graded
 from protocol.messages import Outcome
 
 # Beyond it sums of ω over a run might not be finite.
@@ -57,11 +57,13 @@ class Figures(NamedTuple):
 
 
 class Grader:
-    """Makes the figures of groups, by the rules of one config."""
+    """Makes the figures of groups, by the rules of one config.
+
+    The rules are those of `protocol.counting`, which actors use, computed in one go.
+    """
 
     def __init__(self, grading: GradingConfig) -> None:
-        self._tolerance = grading.variance_tolerance
-        self._width = grading.width
+        self._flat = grading.variance_tolerance * grading.width
         self._width_squared = grading.width**2
 
     def figures(self, outcome: Outcome) -> Figures:
@@ -93,6 +95,6 @@ class Grader:
             total / n,
             mean,
             omega,
-            not has_variance(rewards, self._tolerance, self._width),
+            max(rewards) - min(rewards) <= self._flat,
             2 * sum(outcome.truncated) > len(outcome.truncated),
         )

@@ -86,6 +86,7 @@ class Simulation:
         self._events: list[tuple[float, int, EventRecord]] = []
         self._count = 0
         self._running: dict[str, dict[tuple[str, int], IssueTask]] = {}
+        self._slots: dict[str, int] = {}
         self._version = Version(generation, 0)
         self._put(0.0, SchedulerStarted(epoch=1, host="here", pid=1))
         self._put(tick, Tick(epoch=1, seconds=tick))
@@ -96,6 +97,7 @@ class Simulation:
     def join(self, name: str, slots: int) -> None:
         """An actor starts."""
         self._running[name] = {}
+        self._slots[name] = slots
         self._put(0.0, Joined(actor=name, slots=slots, version=self._version))
         self._put(self._heartbeat, self._beat(name))
 
@@ -192,7 +194,8 @@ class Simulation:
     def _control(self, message: Assigned | Rejoin | RunEnded) -> None:
         if isinstance(message, Rejoin) and message.actor in self._running:
             self._running[message.actor].clear()
-            self._put(0.0, Joined(actor=message.actor, slots=1, version=self._version))
+            slots = self._slots[message.actor]
+            self._put(0.0, Joined(actor=message.actor, slots=slots, version=self._version))
         elif isinstance(message, RunEnded):
             for name, running in self._running.items():
                 if running:

@@ -50,6 +50,20 @@ def test_at_most_slots_run_and_the_rest_waits_in_order() -> None:
     assert held.waiting == [tasks[3]]
 
 
+def test_a_sampled_task_is_still_held_and_takes_no_slot() -> None:
+    tasks = [task(n) for n in range(3)]
+    held = intake(*tasks)
+    held.start(NOW)
+    held.sampled(tasks[0])
+    assert held.start(NOW) == [tasks[2]]
+    assert held.finishing == [tasks[0]]
+    assert {t.id for t in held.started} == {t.id for t in tasks}
+    # Newer weights take nothing away from what has left the engine.
+    assert held.useless(Version(1, 6)) == tasks[1:]
+    held.end(tasks[0])
+    assert held.started == tasks[1:]
+
+
 def test_an_attempt_enters_once_also_after_it_ended_and_the_next_attempt_does() -> None:
     first = task(0)
     held = intake(first)

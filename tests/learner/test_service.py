@@ -86,11 +86,8 @@ class Stage:
 
     async def close(self) -> None:
         if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                await asyncio.to_thread(self._process.wait, 10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
         for client in (self.producer, self.events, self.weights):
             await client.stop()
 
@@ -325,6 +322,8 @@ async def test_a_second_learner_takes_the_next_generation_and_ends_the_first(
         assert "found the batch of version 1.0, expected 0.0; a newer learner" in last
         s.start("--trainer", SIMULATED)
         assert (await s.ready()).version == Version(1, 0)
+        await s.end()
+        assert await s.exit_code() == 0
 
 
 async def test_batches_of_earlier_generations_and_steps_are_ignored(

@@ -34,6 +34,7 @@ def config(**sections: Any) -> Config:
         "data": {"train": "train.jsonl"},
         "run": {"steps": 4, "prompts_per_step": 2},
         "rollout": {"group_size": 2, "max_tokens": 8},
+        "strategy": {"name": "prioritized"},
         "actors": {"slots": 8, "prefetch": 2, "max": 4},
     }
     for name, values in sections.items():
@@ -41,7 +42,7 @@ def config(**sections: Any) -> Config:
     return Config.model_validate(base)
 
 
-def outcome(task: IssueTask, rewards: Sequence[float | None] = MIXED, **other: Any) -> Outcome:
+def outcome(task: IssueTask, /, rewards: Sequence[float | None] = MIXED, **other: Any) -> Outcome:
     """What the actor of `task` sends when its group has these rewards."""
     graded = [reward for reward in rewards if reward is not None]
     sent = task.send == "all" or (task.send == "mixed" and len(set(graded)) > 1)
