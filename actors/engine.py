@@ -103,6 +103,11 @@ class Engine(abc.ABC):
     def tokens(self) -> int:
         """Tokens sampled since the start: the sign of life while generating."""
 
+    @property
+    def dead(self) -> bool:
+        """Is the engine gone? Requests say so themselves; this is for when there are none."""
+        return False
+
     @abc.abstractmethod
     async def stop(self) -> None:
         """End the engine and all of its processes."""

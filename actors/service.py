@@ -323,6 +323,8 @@ class Actor:
                 late = self._intake.overdue(version, self._loop.time(), waits.weights)
                 self._release(late, f"no newer weights than {version} in {waits.weights:g} s")
             why = self._status.overdue(waits, time.monotonic())
+            if why is None and self._engine.dead:
+                why = "the engine's process is gone"
             if why is not None and not self._leaving.done():
                 raise EngineDead(why)
             for state, seconds in self._status.clock.seconds().items():

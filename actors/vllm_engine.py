@@ -82,10 +82,11 @@ class VllmEngine(Engine):
             AsyncLLM.from_engine_args, args, stat_loggers=[self._counter.logger]
         )
         await self._llm.collective_rpc("die_with_actor", args=(os.getpid(),))
-        self._tokenizer: Any = self._llm.get_tokenizer()
-        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+        tokenizer: Any = self._llm.get_tokenizer()
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             # Graders see what was sampled, not a tidier text.
-            self._tokenizer.clean_up_tokenization_spaces = False
+            tokenizer.clean_up_tokenization_spaces = False
+        self._tokenizer = tokenizer
         self._context = self._llm.model_config.max_model_len
         self._encoder = PromptEncoder(
             self._tokenizer, self.config.model, self.config.rollout.max_prompt_tokens
@@ -146,6 +147,10 @@ class VllmEngine(Engine):
     @property
     def tokens(self) -> int:
         return self._counter.tokens
+
+    @property
+    def dead(self) -> bool:
+        return hasattr(self, "_llm") and bool(self._llm.errored)
 
     async def stop(self) -> None:
         if hasattr(self, "_llm"):
@@ -235,6 +240,8 @@ def set_environment(config: Config) -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # What vLLM leaves behind is cleaned up; the last lines of the log are for our errors.
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
         # Actors that share a machine must not be bound to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

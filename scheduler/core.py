@@ -229,7 +229,7 @@ class Core:
             self._clock.progress()
             self._evaluation.drop()
             self._training.begin(version)
-            self._fleet.queue(self._evaluation.start(version))
+            self._fleet.dispatch.add(self._evaluation.start(version))
 
     def _step_completed(self, event: StepCompleted) -> None:
         current = self.version
@@ -244,7 +244,7 @@ class Core:
             record = self._training.complete(event, self._clock.seconds)
             self._journal.commands.append(WriteRecord(record))
             if not self._ending.begun:
-                self._fleet.queue(self._evaluation.start(event.version.next_step()))
+                self._fleet.dispatch.add(self._evaluation.start(event.version.next_step()))
 
     def _scheduler_started(self, event: SchedulerStarted) -> None:
         if not self._clock.start(event.epoch):
@@ -284,27 +284,30 @@ class Core:
     def _advance(self, commands: list[Command]) -> None:
         """Do what the event has made possible: records, new tasks, a batch, addresses, the end."""
         training, evaluation = self._training, self._evaluation
-        if evaluation.running:
+        evaluated = not evaluation.running
+        if not evaluated:
             for record in evaluation.records(self._clock.seconds, training.report.rollouts):
                 commands.append(WriteRecord(record))
+            evaluated = not evaluation.running
         if not self._ending.begun:
-            self._train(commands)
+            self._train(commands, evaluated)
             if training.over is not None:
                 self._begin_end(*training.over)
-            elif training.done and not evaluation.running:
+            elif evaluated and training.done:
                 self._begin_end("finished", "")
         if self._ending.begun:
             self._wind_down(commands)
             return
-        for task, actor in self._fleet.addressed():
-            commands.append(self._issue(task, actor))
+        dispatch = self._fleet.dispatch
+        while dispatch.queue and (pair := dispatch.next()) is not None:
+            commands.append(self._issue(*pair))
 
-    def _train(self, commands: list[Command]) -> None:
+    def _train(self, commands: list[Command], evaluated: bool) -> None:
         training = self._training
         while True:
             if training.short:
-                self._fleet.queue(training.fill())
-            batch = training.release(self._clock.seconds, not self._evaluation.running)
+                self._fleet.dispatch.add(training.fill())
+            batch = training.release(self._clock.seconds, evaluated)
             if batch is not None:
                 commands.append(SendBatch(batch))
             if not training.short or training.over is not None:
@@ -357,7 +360,7 @@ class Core:
         """No new work from here on; what nobody holds ends at once."""
         self._ending.begin(reason, detail, self._clock.seconds)
         self._fleet.closed = True
-        for task in [*self._fleet.waiting(), *self._training.ready]:
+        for task in [*self._fleet.dispatch.waiting(), *self._training.ready]:
             self._close(task, "surplus")
 
     def _wind_down(self, commands: list[Command]) -> None:

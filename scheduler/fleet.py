@@ -10,7 +10,7 @@ lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from protocol.config import Config
@@ -36,6 +36,7 @@ class Fleet:
 
     Attributes:
         roster: the joined actors.
+        dispatch: the queue of attempts, and who gets the next one.
         closed: the run ends: nobody joins, and what comes back is given up.
     """
 
@@ -54,22 +55,8 @@ class Fleet:
         self._journal = journal
         self._give_up = give_up
         self.roster = Roster(config.actors.max, config.actors.prefetch, config.waits.lease)
-        self._dispatch = Dispatch(books, self.roster)
+        self.dispatch = Dispatch(books, self.roster)
         self.closed = False
-
-    def queue(self, tasks: list[Task]) -> None:
-        """These tasks wait for an actor."""
-        for task in tasks:
-            self._dispatch.add(task)
-
-    def addressed(self) -> Iterator[tuple[Task, Actor]]:
-        """Address waiting attempts, as far as there is room."""
-        while (pair := self._dispatch.next()) is not None:
-            yield pair
-
-    def waiting(self) -> list[Task]:
-        """Tasks whose latest attempt waits for an actor."""
-        return self._dispatch.waiting()
 
     def joined(self, event: Joined) -> None:
         """An actor takes work; it gets a partition if one is free."""
@@ -104,7 +91,7 @@ class Fleet:
                 self._journal.note("lost_by_actor")
                 actor.give_back(task, attempt)
                 self._came_back(task, attempt, actor.name)
-        self._dispatch.room(actor)
+        self.dispatch.changed[actor.name] = actor
 
     def released(self, event: Released) -> None:
         """Attempts go back unrun or unfinished."""
@@ -132,10 +119,9 @@ class Fleet:
     def outcome(self, event: Outcome) -> None:
         """An attempt is no longer held, whatever its outcome is worth."""
         actor = self.spoke(event.actor)
-        if actor is not None:
-            if actor.give_back(event.task, event.attempt):
-                actor.outcomes += 1
-            self._dispatch.room(actor)
+        if actor is not None and actor.give_back(event.task, event.attempt):
+            actor.outcomes += 1
+            self.dispatch.changed[actor.name] = actor
 
     def lapse(self) -> None:
         """Time passed: give up the actors that are silent."""
@@ -172,7 +158,7 @@ class Fleet:
         self._journal.note("reissued")
         task.attempt += 1
         task.avoid = actor
-        self._dispatch.add(task)
+        self.dispatch.add([task])
 
     def _lose(self, actor: Actor) -> None:
         self.roster.leave(actor)
@@ -183,18 +169,18 @@ class Fleet:
         for actor in self.roster.seat():
             assert actor.partition is not None
             self._journal.control(Assigned(actor=actor.name, partition=actor.partition))
-            self._dispatch.room(actor)
+            self.dispatch.changed[actor.name] = actor
 
     def state(self) -> dict[str, Any]:
         """What `load` needs."""
         return {
             "roster": self.roster.state(),
-            "dispatch": self._dispatch.state(),
+            "dispatch": self.dispatch.state(),
             "closed": self.closed,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Become what `state` was taken of; the books come first."""
         self.roster.load(state["roster"])
-        self._dispatch.load(state["dispatch"])
+        self.dispatch.load(state["dispatch"])
         self.closed = state["closed"]

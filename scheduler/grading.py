@@ -66,19 +66,21 @@ class Grader:
         self._flat = grading.variance_tolerance * grading.width
         self._width_squared = grading.width**2
 
-    def figures(self, outcome: Outcome) -> Figures:
+    def figures(self, outcome: Outcome, *, complete: bool = False) -> Figures:
         """The figures of an outcome that has at least one graded completion.
 
         ω is the mean squared centred reward, Σ(r − r̄)²/n ÷ width², in float64. With centred
         advantages A = r − r̄ it is the mean squared advantage of the group, by which Prioritized
         Replay (Fatemi, arXiv 2601.02648) sorts. For rewards 0 and 1 with k of n right, r̄ = p = k/n
         and ω = (k(1−p)² + (n−k)p²)/n = p(1−p)² + (1−p)p² = p(1−p): greatest at p = ½, zero at 0
-        and 1. Raises ValueError if no completion is graded, OverflowError for rewards whose squares
-        no float64 can hold.
+        and 1.
+
+        `complete`: every completion is known to be graded. Raises ValueError if none is,
+        OverflowError for rewards whose squares no float64 can hold.
         """
         rewards: Any = outcome.rewards
         correct: Any = outcome.correct
-        if None in rewards:
+        if not complete:
             rewards, correct = graded(rewards), graded(correct)
         n = len(rewards)
         if n == 0:

@@ -42,22 +42,21 @@ class Report:
         self._late_tokens = 0
         self._late_completions = 0
 
-    def rolled_out(self, outcome: Outcome) -> None:
-        """The first outcome of a training task came in."""
+    def came_in(self, task: Task, outcome: Outcome, group: Figures | None) -> None:
+        """The first outcome of a training task; `group` is None if its group does not stand."""
         self.rollouts += len(outcome.lengths)
         self.rollout_tokens += sum(outcome.lengths)
-
-    def graded(self, task: Task, figures: Figures) -> None:
-        """Its group stands."""
+        if group is None:
+            return
         count = self._by_reason.get(task.reason)
         if count is None:
             count = self._by_reason[task.reason] = ReasonCount()
         count.groups += 1
-        count.reward += figures.reward
-        count.correct += figures.p
-        if figures.zero_variance:
+        count.reward += group.reward
+        count.correct += group.p
+        if group.zero_variance:
             count.zero_variance += 1
-        elif figures.mixed:
+        elif 0.0 < group.p < 1.0:
             count.mixed += 1
         else:
             count.shaping_only += 1

@@ -35,6 +35,7 @@ class Actor:
     """
 
     __slots__ = (
+        "_works",
         "capacity",
         "free",
         "heard",
@@ -61,19 +62,20 @@ class Actor:
         self.held: dict[str, int] = {}
         self.started: set[str] = set()
         self.free = 0
+        self._works = False
         self.outcomes = 0
         self.tokens = 0
         self.seconds: dict[str, float] = {}
 
     def count(self) -> None:
-        """Bring `free` up to date."""
-        works = self.partition is not None and not self.paused
-        self.free = self.capacity - len(self.held) if works else 0
+        """Bring `free` up to date after a change of partition, pause or what it holds."""
+        self._works = self.partition is not None and not self.paused
+        self.free = self.capacity - len(self.held) if self._works else 0
 
     def take(self, task: Task) -> None:
         """The latest attempt of `task` is addressed to it."""
         self.held[task.id] = task.attempt
-        self.count()
+        self.free -= 1
 
     def give_back(self, task: str, attempt: int) -> bool:
         """An attempt came back, however. Returns whether it was held."""
@@ -81,7 +83,8 @@ class Actor:
             return False
         del self.held[task]
         self.started.discard(task)
-        self.count()
+        if self._works:
+            self.free += 1
         return True
 
     def pause(self, paused: bool) -> None:

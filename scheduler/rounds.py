@@ -158,10 +158,11 @@ class OpenRounds:
             each.vacant += size - len(dealt)
 
     def _no_longer_waits(self, task: Task) -> None:
-        step = task.version.step
-        self._waiting[step] -= 1
-        if not self._waiting[step]:
-            del self._waiting[step]
+        waiting, step = self._waiting, task.version.step
+        if waiting[step] == 1:
+            del waiting[step]
+        else:
+            waiting[step] -= 1
 
     def state(self) -> list[Any]:
         """What `load` needs."""

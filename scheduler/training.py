@@ -10,8 +10,9 @@ offer and no task of the round is open.
 
 Stragglers. The wait for late groups is bounded by `straggler_wait` of log time, counted from when
 the batch could go without them: enough groups are ready, or every open task of the round is late
-(at lag 0 they all are) and at least one group is ready. Then they end `expired` and are not
-replaced. With `on_straggler: drop` they end so at once when a full batch is ready.
+(at lag 0 they all are) and at least one group is ready. Then they end `expired`, and the batch goes
+without them; only later rounds get replacements. With `on_straggler: drop` they end so at once when
+a full batch is ready.
 
 A learner that starts anew (a higher generation) ends every open task `stale`; its version becomes
 current and rounds begin anew there. What the strategy has learned stays.
@@ -52,6 +53,7 @@ class Training:
         report: the figures of the step.
         batch: tasks at the learner, by id, in the order of the batch; None while it is idle.
         short: there may be a place to fill; `fill` looks and makes it False.
+        done: the last step is completed.
         over: why the run cannot go on, once it cannot.
         notices: sentences for the user; whoever says them empties the list.
     """
@@ -67,17 +69,13 @@ class Training:
         self.version: Version | None = None
         self.batch: dict[str, Task] | None = None
         self.short = False
+        self.done = False
         self.over: tuple[RunEndReason, str] | None = None
         self.notices: list[str] = []
         self._batch_replays: float | None = None
         self._late_since: float | None = None
         self._empty_rounds = 0
         self._empty_ends: dict[str, int] = {}
-
-    @property
-    def done(self) -> bool:
-        """Is the last step completed?"""
-        return self.version is not None and self.version.step >= self._run.steps
 
     @property
     def ready(self) -> list[Task]:
@@ -91,9 +89,8 @@ class Training:
             self._end(task, "stale", replace=False)
         self._rounds.clear()
         self.teaching.begin(version.step)
-        self.version = version
+        self._arrive(version)
         self.batch = None
-        self.short = True
         self._late_since = None
         self._empty_rounds, self._empty_ends = 0, {}
 
@@ -116,12 +113,11 @@ class Training:
         """The first outcome of an open task: it is ready for a batch, or ends and is replaced."""
         assert self.version is not None
         self._rounds.got(task, event.attempt)
-        self.report.rolled_out(event)
         group = self._figures(task, event)
+        self.report.came_in(task, event, group)
         if group is None or event.oldest is None or event.newest is None:
             self._end(task, "failed")
             return
-        self.report.graded(task, group)
         self.teaching.outcome(task, event.attempt, event.oldest, self.version, group)
         refused = self._refusal(event.oldest, event.newest, self.version)
         if refused is not None:
@@ -153,6 +149,13 @@ class Training:
             return None
         step, rounds = self.version.step, self._rounds
         too_old = rounds.too_old(step)
+        if (
+            self._run.max_lag == 0
+            and too_old
+            and self._late_since is not None
+            and now - self._late_since < self._run.straggler_wait
+        ):
+            return None  # as when it was looked at last: nothing but time lets this batch go
         size = rounds.size(step, too_old) if evaluated else None
         if size is not None and rounds.held(step, size, too_old):
             if size == 0 or not self._expire_late(now, step, size):
@@ -180,10 +183,10 @@ class Training:
             if end == "trained":
                 trained.append(task)
             self._end(task, end)
-        self.version = event.version.next_step()
-        self.short = True
+        self._arrive(event.version.next_step())
+        oldest = event.version.step + 1 - self._run.max_lag
         for task in self.ready:
-            if task.oldest is not None and task.oldest.step < self.version.step - self._run.max_lag:
+            if task.oldest is not None and task.oldest.step < oldest:
                 self._end(task, "stale")
         return self.report.step(
             event,
@@ -208,6 +211,11 @@ class Training:
             if self.done or self._rounds.size(step, too_old) is not None:
                 return "evaluation"
         return "rollouts"
+
+    def _arrive(self, version: Version) -> None:
+        self.version = version
+        self.done = version.step >= self._run.steps
+        self.short = True
 
     def _fill(self, current: Round, version: Version) -> list[Task]:
         teaching, step, used = self.teaching, current.step, current.used
@@ -260,7 +268,7 @@ class Training:
         if missing and task.group_size - missing < self._config.grading.needed(task.group_size):
             return None
         try:
-            return self._grader.figures(event)
+            return self._grader.figures(event, complete=not missing)
         except ArithmeticError:  # rewards whose squares no float64 can hold
             return None
 
@@ -301,7 +309,7 @@ class Training:
         while late := self._rounds.late(step, size):
             for task in late:
                 self.report.dropped(task)
-                self._end(task, "expired", replace=False)
+                self._end(task, "expired")
         return True
 
     def _renew(self, version: Version) -> None:
@@ -371,7 +379,8 @@ class Training:
         self._rounds.load(state["rounds"], tasks)
         self.teaching.load(state["teaching"])
         self.report.load(state["report"])
-        self.version = None if state["version"] is None else Version(*state["version"])
+        if state["version"] is not None:
+            self._arrive(Version(*state["version"]))
         batch = state["batch"]
         self.batch = None if batch is None else {name: tasks[name] for name in batch}
         self.short = state["short"]

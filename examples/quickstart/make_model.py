@@ -271,6 +271,8 @@ def write_problems(directory: Path) -> None:
         held_out += rows[: kind.held_out]
         train += rows[kind.held_out :]
     for name, rows in (("train", train), ("held_out", held_out)):
+        # So that the first few of either file stand for all of it.
+        rng.shuffle(rows)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 

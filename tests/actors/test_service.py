@@ -224,7 +224,7 @@ async def test_a_heartbeat_never_lacks_what_was_started_and_has_not_ended(
 ) -> None:
     async with (
         make_world(
-            actors={"slots": 8, "engine": {"seconds": 0.02}}, waits={"heartbeat": 0.01}
+            actors={"slots": 8, "engine": {"seconds": 0.02}}, waits={"heartbeat": 0.02}
         ) as made,
         acting(made),
     ):
@@ -350,6 +350,22 @@ async def test_a_dead_engine_names_what_it_held_and_the_actor_leaves(
         assert {h.task for h in died.attempts} == {tasks[0].id, tasks[1].id}
         assert "out of memory" in died.error
         assert (await made.next(Released)).attempts == [Held(tasks[2].id, 1)]
+
+
+async def test_an_engine_that_dies_while_idle_is_noticed(make_world: MakeWorld) -> None:
+    class Mortal(SimulatedEngine):
+        gone = False
+
+        @property
+        def dead(self) -> bool:
+            return self.gone
+
+    async with make_world() as made, acting(made, Mortal) as (engine, serving):
+        await made.publish(V0)
+        await made.next(Joined)
+        engine.gone = True
+        assert await asyncio.wait_for(serving, 20) == 1
+        assert (await made.next(EngineDied)).attempts == []
 
 
 async def test_an_engine_without_a_token_in_time_counts_as_dead(make_world: MakeWorld) -> None:

@@ -147,6 +147,16 @@ def test_a_started_task_that_a_heartbeat_no_longer_lists_is_issued_again() -> No
     assert (again.id, again.attempt) == (first.id, 2)
 
 
+def test_a_lost_attempt_goes_to_another_actor_even_where_the_loser_has_more_room() -> None:
+    d = driven("a", "b", prompts=9)
+    mine = [task for task in d.ready() if task.actor == "a"]
+    d.apply(*[started(task) for task in mine])
+    d.apply(*[outcome(task) for task in mine[1:]])
+    assert d.core.roster["a"]["open"] < d.core.roster["b"]["open"]
+    (again,) = d.tasks(heartbeat("a", held=[]))
+    assert (again.id, again.actor) == (mine[0].id, "b")
+
+
 def test_when_an_engine_dies_its_work_goes_to_others_and_its_actor_is_gone() -> None:
     d = driven("a", "b")
     lost = next(task for task in d.ready() if task.actor == "a")

@@ -258,6 +258,18 @@ def test_tokens_of_a_newer_version_than_the_task_are_fine_within_the_lag() -> No
     assert record.lag == {"1": 2}
 
 
+def test_a_ready_group_that_is_too_old_for_the_next_batch_ends_stale_and_is_replaced() -> None:
+    d = driven(max_lag=1)
+    tasks = d.ready()
+    young = d.tasks(completed(d.batch(outcome(tasks[0]), outcome(tasks[1]))))
+    # Issued at version 1, so others go first, and rolled out with older weights than it asked for.
+    d.apply(outcome(young[0], oldest=Version(0, 0), newest=Version(0, 1)))
+    batch = d.batch(outcome(tasks[2]), outcome(tasks[3]))
+    issued = d.tasks(completed(batch))
+    assert d.ends == {"trained": 4, "stale": 1}
+    assert sorted(task.reason == "refill" for task in issued) == [False, False, True]
+
+
 def test_the_wait_for_stragglers_is_bounded_in_log_time() -> None:
     d = driven(straggler_wait=30)
     first, second = d.ready()
