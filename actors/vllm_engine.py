@@ -292,24 +292,26 @@ def engine_args(config: Config, name: str) -> Any:
 def check_settings(config: Config) -> None:
     """What can be known without vLLM, for `reprise check` too.
 
-    Raises ConfigError for a key of `actors.engine` that is ours or changes the distribution, and
-    for a temperature that vLLM does not sample at.
+    Raises ConfigError, a line each, for keys of `actors.engine` that are ours or change the
+    distribution, and for temperatures that vLLM does not sample at.
     """
     temperatures = {"rollout.temperature": config.rollout.temperature}
     temperatures |= {f"eval.{e.name}.temperature": e.temperature for e in config.eval}
-    for field, temperature in temperatures.items():
-        if temperature > MAX_TEMPERATURE:
-            raise ConfigError(
-                f"{field}: {temperature:g}; vLLM samples at {MAX_TEMPERATURE:g} at most"
-            )
+    mistakes = [
+        f"{field}: {temperature:g}; vLLM samples at {MAX_TEMPERATURE:g} at most"
+        for field, temperature in temperatures.items()
+        if temperature > MAX_TEMPERATURE
+    ]
     for key in config.actors.engine:
         if key in OURS:
-            raise ConfigError(f"actors.engine.{key}: is set by {OURS[key]}; remove it here")
+            mistakes.append(f"actors.engine.{key}: is set by {OURS[key]}; remove it here")
         if key in CHANGES_DISTRIBUTION:
-            raise ConfigError(
+            mistakes.append(
                 f"actors.engine.{key}: would let the engine sample from another distribution than "
                 "the one whose probabilities the learner computes; remove it"
             )
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
 
 
 def context_length(config: Config, path: str) -> int:

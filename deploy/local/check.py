@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.rewards import validate_rewards
+from actors.vllm_engine import check_settings
 from deploy.local import budget
 from deploy.local.model_files import check_model
 from learner.deepspeed_config import check_learner
@@ -45,8 +46,7 @@ def check(config: Config, *, offline: bool = False) -> Findings:
     found = Findings()
     _data(config, found)
     found.mistakes += check_model(config, offline=offline)
-    _rewards(config, found)
-    _learner(config, found)
+    _sections(config, found)
     _actors(config, found)
     _run_dir(config, found)
     budget.check(config, found.mistakes, found.facts)
@@ -109,11 +109,13 @@ def _key(problems: Problems, index: int) -> int:
     return hash(prompt if isinstance(prompt, str) else tuple((t.role, t.content) for t in prompt))
 
 
-def _learner(config: Config, found: Findings) -> None:
-    try:
-        check_learner(config)
-    except ConfigError as error:
-        found.mistakes += str(error).splitlines()
+def _sections(config: Config, found: Findings) -> None:
+    """What each role says of its own part of the config."""
+    for look in (validate_rewards, check_learner, check_settings):
+        try:
+            look(config)
+        except ConfigError as error:
+            found.mistakes += str(error).splitlines()
 
 
 def _actors(config: Config, found: Findings) -> None:
@@ -187,10 +189,3 @@ async def _reach(config: Config) -> None:
     kafka = Kafka(config.kafka, wait=min(BROKER_SECONDS, config.waits.kafka))
     admin = await kafka.admin()
     await admin.close()
-
-
-def _rewards(config: Config, found: Findings) -> None:
-    try:
-        validate_rewards(config)
-    except ConfigError as error:
-        found.mistakes += str(error).splitlines()
