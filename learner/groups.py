@@ -45,6 +45,8 @@ class GroupBuffer:
         self._max_bytes = max_bytes
         self._step = 0
         self._kept: OrderedDict[Place, _Kept] = OrderedDict()
+        # Counted along, for another thread reads it.
+        self._size = 0
         self._refused: OrderedDict[Place, Refusal] = OrderedDict()
 
     def __len__(self) -> int:
@@ -53,7 +55,7 @@ class GroupBuffer:
     @property
     def size(self) -> int:
         """Bytes of what is kept."""
-        return sum(len(kept.raw) for kept in self._kept.values())
+        return self._size
 
     def add(self, place: Place, raw: bytes, message: RewardGroup | ProtocolError) -> None:
         """Take in one record."""
@@ -66,7 +68,9 @@ class GroupBuffer:
             self._refuse(place, _refusal(verdict))
             return
         steps = [span.version.step for c in message.completions for span in c.spans]
+        self._forget(place)
         self._kept[place] = _Kept(raw, min(steps))
+        self._size += len(raw)
         while len(self._kept) > self._capacity:
             first = next(iter(self._kept))
             self._refuse(
@@ -93,7 +97,7 @@ class GroupBuffer:
         `missing` is the reason to give where its record was not read.
         """
         place = (group.ref.partition, group.ref.offset)
-        kept = self._kept.pop(place, None)
+        kept = self._forget(place)
         refusal = self._refused.pop(place, None) or ("failed", missing)
         if kept is not None:
             found = self._check(kept.raw, group, version)
@@ -114,8 +118,14 @@ class GroupBuffer:
         verdict = _judge(message, version, self._max_lag)
         return None if verdict is Verdict.ADMISSIBLE else _refusal(verdict)
 
+    def _forget(self, place: Place) -> _Kept | None:
+        kept = self._kept.pop(place, None)
+        if kept is not None:
+            self._size -= len(kept.raw)
+        return kept
+
     def _refuse(self, place: Place, refusal: Refusal) -> None:
-        self._kept.pop(place, None)
+        self._forget(place)
         self._refused[place] = refusal
         while len(self._refused) > REMEMBERED:
             self._refused.popitem(last=False)

@@ -82,15 +82,19 @@ class Inbox:
         self._producer: Producer | None = None
 
     async def start(self) -> None:
-        """Start the clients, note the ends of both topics and read on from there."""
+        """Start the clients; read `groups` from its end as of now, and `batches` whole.
+
+        Batches of older versions are ignored, and an end of the run that came early is seen.
+        """
         self._producer = await self._kafka.producer()
-        for topic, kind, take in (
-            (self._topics.groups, RewardGroup, self._take_group),
-            (self._topics.batches, BatchRecord, self._take_batch),
+        for topic, kind, take, whole in (
+            (self._topics.groups, RewardGroup, self._take_group, False),
+            (self._topics.batches, BatchRecord, self._take_batch, True),
         ):
             reader = await self._kafka.reader(topic, kind)
             self._readers.append(reader)
-            await reader.assign(await reader.ends())
+            ends = await reader.ends()
+            await reader.assign(dict.fromkeys(ends, 0) if whole else ends)
             self._tasks.append(asyncio.create_task(self._guarded(self._read(reader, take))))
 
     async def stop(self) -> None:

@@ -24,6 +24,7 @@ FETCH_WAIT, EMBEDDED_FETCH_WAIT = 0.2, 0.02
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -108,7 +109,7 @@ class EvalConfig(Section):
     """Name in metrics."""
     every: Positive = 50
     """Steps between evaluations; the first weights and the last are evaluated in any case."""
-    n: Positive = 4
+    n: Annotated[int, Field(ge=1, le=4096)] = 4
     """Sampled completions a problem, for mean@n and pass@n."""
     greedy: bool = True
     """One greedy completion a problem besides."""
@@ -241,9 +242,9 @@ class GradingConfig(Section):
     """Grader child processes per actor."""
     memory_bytes: Annotated[int, Field(ge=2**26)] = 4 * 2**30
     """Most private memory of a grader process."""
-    range: tuple[float, float] | None = None
+    range: tuple[FiniteNumber, FiniteNumber] | None = None
     """Smallest and largest possible reward. ω is divided by its squared width."""
-    correct_at: float = 1.0
+    correct_at: FiniteNumber = 1.0
     """A completion counts as correct from this reward on, unless the function says itself."""
     variance_tolerance: Annotated[float, Field(ge=0, lt=1)] = 1e-6
     """A group has no variance when max − min ≤ this × the reward range."""
@@ -277,13 +278,13 @@ class LossConfig(Section):
     """Lower clip: ratio ≥ 1 − clip_low."""
     clip_high: Annotated[float, Field(gt=0, le=10)] = 0.2
     """Upper clip: ratio ≤ 1 + clip_high."""
-    importance_cap: Annotated[float, Field(ge=1)] = 2.0
+    importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """Truncation C of the importance weight of learner over sampler."""
     denominator: Literal["token", "sequence", "constant"] = "token"
     """`token`: completion tokens in the loss over all ranks, times prompts_per_step ÷ groups in the
     loss; `sequence`: mean over each completion first; `constant`: prompts_per_step × group_size ×
     max_tokens."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
+    kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the KL divergence to the first weights (k3 estimator); 0 is off."""
     truncated: Literal["train", "mask"] = "train"
     """Whether tokens of truncated completions enter the loss. They always count in the baseline."""

@@ -228,7 +228,7 @@ class LearnerMetrics(ProcessMetrics):
         "grad_norm": "Norm of the gradient before clipping.",
         "lr": "Learning rate of the first parameter group.",
         "reward_mean": "Mean reward of trained groups; held near 1/2 by selection, not progress.",
-        "reward_explored_mean": "Mean reward of trained exploration draws, which are unbiased.",
+        "reward_explored_mean": "Mean reward of those exploration draws that were trained.",
         "mean_abs_advantage": "Mean |advantage| over graded completions.",
         "staleness_mean": "Mean age of the trained groups' oldest tokens, in steps.",
         "impure_trained": "Trained groups that are not of exactly the step's version.",

@@ -15,6 +15,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from protocol.config import Config
+from protocol.kafka import OVERHEAD_BYTES
 
 CONTROL_PARTITION = 0
 DEAD_SUFFIX = ".dead"
@@ -79,7 +80,8 @@ class Topics:
         if replication is None:
             replication = 1 if config.kafka.embedded else -1
         settings = {
-            "max.message.bytes": str(config.kafka.max_message_bytes),
+            # The broker counts keys, headers and framing too.
+            "max.message.bytes": str(config.kafka.max_message_bytes + OVERHEAD_BYTES),
             "cleanup.policy": "delete",
             "retention.ms": "-1",
             "retention.bytes": "-1",

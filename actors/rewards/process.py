@@ -62,7 +62,8 @@ class GraderProcess:
             "-I",
             "-c",
             BOOT,
-            json.dumps([path or str(Path.cwd()) for path in sys.path]),
+            # A user's module lies in the working directory, which a console script does not search.
+            json.dumps([str(Path.cwd()), *filter(None, sys.path)]),
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -67,7 +67,8 @@ def run(
     loaded = _load(config, overrides)
     _check(loaded, offline=False, verbose=False)
     try:
-        code = launch(loaded, config, run_id, live=live)
+        sets = [word for each in overrides or [] for word in ("--set", each)]
+        code = launch(loaded, ["reprise", "run", str(config), *sets], run_id, live=live)
     except StartError as error:
         _refuse([str(error)])
     raise typer.Exit(code)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +71,11 @@ def make_run_dir(config: Config, run_id: str | None) -> RunDir:
     return run
 
 
-def launch(config: Config, config_path: Path, run_id: str | None, *, live: bool) -> int:
-    """Run it. `config` has passed `check`. Returns the exit code; raises StartError."""
+def launch(config: Config, command: Sequence[str], run_id: str | None, *, live: bool) -> int:
+    """Run it. Returns the exit code; raises StartError.
+
+    `config` has passed `check`; `command` is what a user types to start such a run.
+    """
     started = time.monotonic()
     if config.metrics.port:
         raise StartError(
@@ -88,7 +91,7 @@ def launch(config: Config, config_path: Path, run_id: str | None, *, live: bool)
             asyncio.run(_topics(resolved, run))
         except (BrokerStartError, BrokerError, TopicError) as error:
             raise StartError(str(error)) from None
-        running = _Running(resolved, config_path, run, signals, broker, live, started)
+        running = _Running(resolved, command, run, signals, broker, live, started)
         return running.run(stack)
 
 
@@ -131,7 +134,7 @@ class _Running:
     """A run whose topics are ready."""
 
     config: Config
-    config_path: Path
+    command: Sequence[str]
     run_dir: RunDir
     signals: StopSignals
     broker: EmbeddedBroker | None
@@ -159,7 +162,7 @@ class _Running:
             for line in result_lines(summary, self.run_dir):
                 print(line)
         if stopped:
-            print(how_to_go_on(self.run_dir, self.config_path))
+            print(how_to_go_on(self.run_dir, self.command))
         end = history.end
         if code == OK and (end is None or end.reason not in GOOD_ENDS):
             print("the run did not end well: " + (end.detail if end else "no end was recorded"))

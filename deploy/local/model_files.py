@@ -57,13 +57,18 @@ def _check_length(config: Config, model: dict[str, Any]) -> list[str]:
         None,
     )
     rollout = config.rollout
-    wanted = rollout.max_prompt_tokens + rollout.max_tokens
-    if longest is None or wanted <= longest:
-        return []
+    lengths = {"rollout.max_tokens": rollout.max_tokens}
+    lengths |= {
+        f"eval.{i}.max_tokens": each.max_tokens
+        for i, each in enumerate(config.eval)
+        if each.max_tokens is not None
+    }
     return [
-        f"rollout.max_prompt_tokens + rollout.max_tokens: {rollout.max_prompt_tokens} + "
-        f"{rollout.max_tokens} = {wanted} is more than the {longest} positions of the model in "
-        f"{config.model.path}; lower one of them"
+        f"rollout.max_prompt_tokens + {field}: {rollout.max_prompt_tokens} + {tokens} = "
+        f"{rollout.max_prompt_tokens + tokens} is more than the {longest} positions of the model "
+        f"in {config.model.path}; lower one of them"
+        for field, tokens in lengths.items()
+        if longest is not None and rollout.max_prompt_tokens + tokens > longest
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,17 @@ def accounts_text(accounts: dict[str, Any]) -> str:
     return f"{accounts['issued']:,} issued = {ends or 0} + {accounts['in_flight']} in flight"
 
 
-def how_to_go_on(run: RunDir, config: Path) -> str:
-    """The command that starts a new run from the newest weights of this one."""
+def how_to_go_on(run: RunDir, command: Sequence[str]) -> str:
+    """The command that starts a new run from the newest weights of this one.
+
+    `command` started this run. Of two values for one field the later counts.
+    """
     newest = newest_model(run)
     if newest is None:
-        return "No weights were published; start again with: reprise run " + shlex.quote(
-            str(config)
-        )
-    command = shlex.join(["reprise", "run", str(config), "--set", f"model.path={shown(newest)}"])
-    return f"The newest weights are in {shown(newest)}; go on from them with:\n  {command}"
+        return "No weights were published; start again with: " + shlex.join(command)
+    # A relative path would be looked for beside the config file.
+    again = shlex.join([*command, "--set", f"model.path={newest.absolute()}"])
+    return f"The newest weights are in {shown(newest)}; go on from them with:\n  {again}"
 
 
 def newest_model(run: RunDir) -> Path | None:

@@ -142,7 +142,7 @@ def train_clean(model: LlamaForCausalLM, rng: random.Random, steps: int) -> None
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01),
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.2),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     fall = steps * 0.4

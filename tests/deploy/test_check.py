@@ -204,6 +204,19 @@ def test_a_directory_that_cannot_be_written_is_seen_without_leaving_one(tmp_path
     assert not (tmp_path / "a").exists()
 
 
+def test_the_installed_command_finds_a_reward_in_the_working_directory(path: Path) -> None:
+    # `python -m` searches the working directory by itself; the installed script does not.
+    path.with_name("brevity.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
+    edit(path, grading={"rewards": [{"name": "brevity:score"}]})
+    script = Path(sys.executable).with_name("reprise")
+    done = subprocess.run(
+        [str(script), "check", path.name], cwd=path.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_overrides_are_yaml_values_by_dotted_name(path: Path) -> None:
     given = parse_overrides(["run.steps=5", "run.keep_zero_variance=true", "run.name=x-1"])
     config: Config = load_config(path, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +21,9 @@ from protocol.rundir import RunDir
 from tests.deploy.canned import records, run_dir
 
 STEPS = 50
+
+
+COMMAND = ["reprise", "run", "c.yaml", "--set", "run.steps=5"]
 
 
 @pytest.fixture
@@ -162,13 +166,17 @@ def test_the_held_out_problems_are_written_as_the_exact_pass_reads_them(
 
 
 def test_the_newest_complete_weights_are_where_a_stopped_run_goes_on(run: RunDir) -> None:
-    assert "start again" in how_to_go_on(run, Path("c.yaml"))
+    assert "start again" in how_to_go_on(run, COMMAND)
     for version in ("0.9", "0.10", "0.11"):
         (run.weights / version).mkdir()
         if version != "0.11":
             (run.weights / version / "manifest.json").touch()
     assert newest_model(run) == run.weights / "0.10"
-    assert "--set model.path=runs/canned-1/weights/0.10" in how_to_go_on(run, Path("c.yaml"))
+    printed = how_to_go_on(run, COMMAND)
+    words = shlex.split(printed.splitlines()[-1])
+    assert words[:-2] == COMMAND
+    # A relative path would be looked for beside the config file.
+    assert words[-2:] == ["--set", f"model.path={(run.weights / '0.10').absolute()}"]
 
 
 def test_history_survives_a_missing_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the quickstart's model and problems are, as the issue asks for them."""
+"""What the quickstart's model and problems are."""
 
 from __future__ import annotations
 

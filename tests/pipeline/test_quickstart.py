@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ class Finished:
 
     def __init__(self, root: Path, printed: str) -> None:
         self.root, self.printed = root, printed
+        self.left: list[str] = []
         self.summary: dict[str, Any] = json.loads((root / "summary.json").read_text())
         lines = (root / "metrics.jsonl").read_bytes().splitlines()
         self.records = [from_line(line) for line in lines]
@@ -53,20 +54,21 @@ def quickstart(folder: Path, *sets: str) -> Finished:
     return Finished(folder / "test", done.stdout)
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of the processes that were started for a run in `folder`."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "pid"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(folder) in line and process.info["pid"] != os.getpid():
-            found.append(line)
+def of_a_run() -> dict[int, str]:
+    """Processes that a run could have started: Python, graders and vLLM's too, and the broker."""
+    found = {}
+    for process in psutil.process_iter(["cmdline", "name"]):
+        line = " ".join(process.info["cmdline"] or [process.info["name"]])
+        if any(word in line for word in (sys.executable, "python", "tansu", "VLLM")):
+            found[process.pid] = line
     return found
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A short run with two actors, at a learning rate that shows within few steps."""
-    return quickstart(
+    before = of_a_run()
+    run = quickstart(
         tmp_path_factory.mktemp("quickstart"),
         "run.steps=30",
         "actors.count=2",
@@ -74,6 +76,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "learner.deepspeed.optimizer.params.lr=0.0001",
         "eval=[{data: held_out.jsonl, every: 100, n: 4, greedy: false, limit: 64}]",
     )
+    run.left = [line for pid, line in of_a_run().items() if pid not in before]
+    return run
 
 
 def test_two_actors_share_the_work(shared: Finished) -> None:
@@ -122,7 +126,37 @@ def test_the_model_gets_better_and_the_exported_one_is_the_measured_one(shared: 
 
 
 def test_nothing_is_left_running(shared: Finished) -> None:
-    assert processes_of(shared.root) == []
+    assert shared.left == []
+
+
+@pytest.mark.parametrize("after", ["the first step", "the start"])
+def test_ctrl_c_ends_the_run_and_everything_it_started(tmp_path: Path, after: str) -> None:
+    before = of_a_run()
+    values = (f"run.dir={tmp_path}", "eval=[]")
+    command = [sys.executable, "-m", "deploy.local.cli", "run", str(CONFIG), "--run-id", "test"]
+    running = subprocess.Popen(
+        [*command, *(word for value in values for word in ("--set", value))],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert running.stdout is not None
+    awaited = "step   1/" if after == "the first step" else "logs in"
+    lines = []
+    for line in running.stdout:
+        lines.append(line)
+        if awaited in line:
+            break
+    running.send_signal(signal.SIGINT)
+    rest, _ = running.communicate(timeout=180)
+    assert running.returncode == 130, "".join(lines) + rest
+    assert [line for pid, line in of_a_run().items() if pid not in before] == []
+    if after == "the first step":
+        accounts = json.loads((tmp_path / "test" / "summary.json").read_text())["accounts"]
+        assert accounts["issued"] == sum(accounts["ends"].values())
+        assert accounts["in_flight"] == 0
+        assert "go on from them with" in rest
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
 from protocol.config import Config
-from protocol.kafka import Kafka
+from protocol.kafka import OVERHEAD_BYTES, Kafka
 from protocol.messages import Tick
 from protocol.topics import TopicError, Topics, TopicSpec, create_or_verify, require_empty
 
@@ -51,7 +51,9 @@ def test_sizes_are_those_of_the_clients(kafka_section: dict[str, Any], topics: T
     assert by_name[topics.groups].partitions == 3
     assert by_name[topics.events].partitions == 1
     assert by_name[topics.batches].partitions == by_name[topics.weights].partitions == 1
-    assert {spec.settings["max.message.bytes"] for spec in by_name.values()} == {str(2**20)}
+    assert {spec.settings["max.message.bytes"] for spec in by_name.values()} == {
+        str(2**20 + OVERHEAD_BYTES)
+    }
 
 
 async def test_created_once_then_verified(
