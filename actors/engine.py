@@ -26,6 +26,10 @@ class RequestError(Exception):
     """The engine refused or gave up this one request; the engine itself is well."""
 
 
+class LoadFailed(Exception):
+    """Weights that could not be read. The engine lives, and is paused until a load succeeds."""
+
+
 class EngineDead(Exception):
     """The engine is gone; the process must leave."""
 
@@ -95,7 +99,8 @@ class Engine(abc.ABC):
     async def load(self, path: Path, version: Version) -> None:
         """Replace the weights under pause and forget every cached prefix.
 
-        Tokens sampled from here on are reported as `version`'s. Raises EngineDead.
+        Tokens sampled from here on are reported as `version`'s. Raises LoadFailed, after which
+        nothing is sampled until a later load succeeds; raises EngineDead.
         """
 
     @property

@@ -124,6 +124,10 @@ class Link:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
 
+    def beat(self) -> None:
+        """Post a heartbeat now, on any thread; nothing before the actor has joined."""
+        self._post_heartbeat(self._status.held)
+
     async def deliver(self, raw: bytes) -> GroupRef:
         """Send an encoded group and wait until it is acknowledged. Raises BrokerError."""
         future = await self._producer.send_raw(self._topics.groups, raw)
@@ -212,22 +216,28 @@ class Link:
         count = 0
         while True:
             await asyncio.sleep(self._config.waits.heartbeat)
-            status = self._status
-            if status.actor is None or status.version is None:
-                continue
-            held = status.held
+            held = self._status.held
             full = held != told or count % FULL_HEARTBEAT == 0
-            self.post(
-                Heartbeat(
-                    actor=status.actor,
-                    state=status.clock.state,
-                    version=status.version,
-                    held=list(held) if full else None,
-                    tokens=status.tokens,
-                    seconds=status.clock.seconds(),
-                )
+            if self._post_heartbeat(held if full else None):
+                told, count = held, count + 1
+
+    def _post_heartbeat(self, held: tuple[Held, ...] | None) -> bool:
+        """False where there is no actor yet, or no longer."""
+        status = self._status
+        actor, version = status.actor, status.version
+        if actor is None or version is None:
+            return False
+        self.post(
+            Heartbeat(
+                actor=actor,
+                state=status.clock.state,
+                version=version,
+                held=None if held is None else list(held),
+                tokens=status.tokens,
+                seconds=status.clock.seconds(),
             )
-            told, count = held, count + 1
+        )
+        return True
 
     async def _commit(self) -> None:
         while True:

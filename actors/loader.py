@@ -1,7 +1,7 @@
 """Which published weights to load next, and loading them with a deadline.
 
-Invariant: only the newest published version is ever loaded, only after its files were checked, and
-an engine that did not take it in time is taken for dead.
+Invariant: only the newest published version is ever loaded, only after its files were checked; an
+engine that did not take it in time, or could not take what lies there complete, is taken for dead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from actors.engine import Engine, EngineDead
+from actors.engine import Engine, EngineDead, LoadFailed
 from actors.weights import WeightsError, verify
 from protocol.config import Config
 from protocol.messages import WeightsPublished
@@ -62,18 +62,36 @@ class Loader:
                     log.warning("%s; trying again", error)
                     await asyncio.sleep(RETRY_SECONDS)
 
-    async def load(self, path: Path, version: Version) -> None:
-        """Put the weights into the engine. Raises EngineDead."""
+    async def load(self, path: Path, version: Version) -> Version:
+        """Put the weights into the engine; where the learner removed them under it, newer ones.
+
+        Returns the version that is loaded. Raises EngineDead, and what `next_verified` raises.
+        """
         self.applying = True
+        try:
+            while not await self._try(path, version):
+                # The engine stays paused meanwhile: a whole load overwrites what a broken one left.
+                version, path = await self.next_verified()
+        finally:
+            self.applying = False
+        self.loaded = version
+        return version
+
+    async def _try(self, path: Path, version: Version) -> bool:
+        """One load; False where it failed and newer weights may be had. Raises EngineDead."""
         try:
             await asyncio.wait_for(self._engine.load(path, version), self._wait)
         except TimeoutError:
             raise EngineDead(
                 f"weights {version} are not loaded after {self._wait:g} s (waits.loading)"
             ) from None
-        finally:
-            self.applying = False
-        self.loaded = version
+        except LoadFailed as error:
+            newer = self._newest is not None and self._newest.version > version
+            if not newer and path.exists():
+                raise EngineDead(str(error)) from None
+            log.warning("%s; weights %s are superseded, loading newer ones", error, version)
+            return False
+        return True
 
     async def _next(self) -> WeightsPublished:
         while self._newest is None or (

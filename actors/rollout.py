@@ -7,17 +7,29 @@ proven; the group travels only if `Task.send` asks for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgpack
+import msgspec
+from msgspec import Meta
 
 from actors.engine import Sampled
 from actors.rewards.pool import Grade
 from protocol.arrays import pack_float32, pack_int32
 from protocol.config import GradingConfig
 from protocol.counting import has_variance
-from protocol.messages import ChatMessage, Completion, Outcome, Prompt, RewardGroup, Task
+from protocol.messages import ChatMessage, Completion, Id, Outcome, Prompt, RewardGroup, Task
 from protocol.versions import covers
 
 MAX_WHY = 4096
+
+
+class _Attempt(msgspec.Struct, tag="Task", tag_field="type"):
+    """What of a Task names the attempt."""
+
+    id: Id
+    attempt: Annotated[int, Meta(ge=1, lt=2**63)]
+    actor: Id
 
 
 class Unusable(Exception):
@@ -110,6 +122,28 @@ def failed_outcome(task: Task, why: str, **fields: Any) -> Outcome:
         status="failed",
         why=why[:MAX_WHY],
         **fields,
+    )
+
+
+def unreadable_outcome(raw: bytes, error: str) -> Outcome | None:
+    """The failed Outcome of a task that cannot be decoded, if at least its attempt can be read."""
+    try:
+        found = msgspec.convert(msgpack.unpackb(raw), type=_Attempt)
+    except (
+        msgspec.ValidationError,
+        msgpack.UnpackException,
+        ValueError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ):
+        return None
+    return Outcome(
+        actor=found.actor,
+        task=found.id,
+        attempt=found.attempt,
+        status="failed",
+        why=f"the task cannot be read: {error}"[:MAX_WHY],
     )
 
 

@@ -27,6 +27,7 @@ from actors.intake import Intake, attempts
 from actors.link import Link
 from actors.loader import Loader
 from actors.rewards import Pool
+from actors.rollout import MAX_WHY, unreadable_outcome
 from actors.runner import Runner
 from actors.status import StateClock, Status
 from actors.weights import WeightsError, WeightsRefused
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 10.0
 TICK_SECONDS = 0.5
+# A drained actor still gives back, for so long, what was sent before the scheduler heard of it.
+ANSWER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +210,18 @@ class Actor:
             self._on_bad_record(record)
 
     def _on_task(self, task: Task, offset: int) -> None:
-        if self._leaving.done() or task.actor != self._status.actor:
+        if task.actor != self._status.actor:
             return
-        if self._intake.offer(task, offset, self._loop.time()):
-            if self._status.version is not None:
-                self._release_useless(self._status.version)
-            self._advance()
+        if not self._intake.offer(task, offset, self._loop.time()):
+            return
+        if self._leaving.done():
+            self._release([task], self._leaving.result().why)
+            return
+        if self._status.version is not None:
+            # No heartbeat follows here: a scheduler that has not heard of the weights yet would
+            # send the same task again at once, and again.
+            self._release_useless(self._status.version)
+        self._advance()
 
     def _on_bad_record(self, record: Record) -> None:
         kind = record.topic.rpartition(".")[2]
@@ -221,6 +230,10 @@ class Actor:
         self._metrics.dead_letters.labels("actor", kind).inc()
         if kind == "tasks":
             self._kafka.submit(self._link.dead_letter(record))
+            outcome = unreadable_outcome(record.raw, str(record.message))
+            if outcome is not None and outcome.actor == self._status.actor:
+                self._link.post(outcome)
+                self._metrics.attempts.labels("failed").inc()
 
     async def _rejoin(self) -> None:
         log.warning("given up by the scheduler as %s; dropping what is held", self._status.actor)
@@ -276,22 +289,33 @@ class Actor:
             return
         assert self._status.actor is not None
         self._cancel(tasks)
-        self._link.post(Released(actor=self._status.actor, attempts=attempts(tasks), why=why))
+        self._link.post(
+            Released(actor=self._status.actor, attempts=attempts(tasks), why=why[:MAX_WHY])
+        )
         self._metrics.attempts.labels("released").inc(len(tasks))
         for task in tasks:
             self._intake.end(task)
         self._update()
 
-    def _release_useless(self, version: Version) -> None:
-        if self._status.actor is not None:
-            useless = self._intake.useless(version)
-            self._release(useless, f"weights {version} make it useless")
+    def _release_useless(self, version: Version) -> bool:
+        """Were there any?"""
+        if self._status.actor is None:
+            return False
+        useless = self._intake.useless(version)
+        self._release(useless, f"weights {version} make it useless")
+        return bool(useless)
+
+    def _make_way(self, version: Version) -> None:
+        """Give back what new weights make useless, and ask for work."""
+        if self._release_useless(version):
+            # After Released the scheduler sends no work before it hears of this actor again.
+            self._link.beat()
 
     def _update(self) -> None:
         """Bring the status that other threads read up to date."""
         status, intake = self._status, self._intake
         before = status.clock.state
-        if self._draining:
+        if self._leaving.done():
             status.clock.enter("draining")
         elif self._loader.applying:
             status.clock.enter("loading")
@@ -344,17 +368,19 @@ class Actor:
         """Load every newest version; join after the first."""
         while True:
             version, path = await self._loader.next_verified()
-            self._release_useless(version)
+            self._make_way(version)
             began = time.monotonic()
             loading = asyncio.ensure_future(self._loader.load(path, version))
             await asyncio.sleep(0)
             self._update()
-            await loading
+            version = await loading
             self._metrics.load_seconds.observe(time.monotonic() - began)
             self._metrics.version_step.labels("actor").set(version.step)
             self._metrics.version_generation.labels("actor").set(version.generation)
             self._status.version = version
             log.info("weights %s loaded in %.2f s", version, time.monotonic() - began)
+            # What came while they were loaded, and where newer ones took their place.
+            self._make_way(version)
             if self._status.actor is None:
                 await self._join()
             self._advance()
@@ -363,12 +389,17 @@ class Actor:
 
     async def _leave(self, leaving: Leaving) -> None:
         actor = self._status.actor
+        self._update()
         if actor is not None:
+            # The scheduler sends no work to one that drains.
+            self._link.beat()
             if leaving.drain:
                 await self._drain()
             if leaving.engine_died:
                 self._report_death(actor, leaving.why)
             self._release([*self._intake.waiting, *self._intake.started], leaving.why)
+            if not leaving.engine_died:
+                self._link.beat()
             try:
                 await asyncio.wait_for(self._kafka.run(self._link.flush()), FLUSH_SECONDS)
             except (TimeoutError, BrokerError) as error:
@@ -378,19 +409,20 @@ class Actor:
             await asyncio.wait_for(self._kafka.run(self._link.stop()), FLUSH_SECONDS)
 
     async def _drain(self) -> None:
-        """Finish what runs, within the grace period."""
+        """Finish what runs, within the grace period, and give back what still comes."""
         self._draining = True
         self._release(self._intake.waiting, "draining")
-        self._update()
-        deadline = self._loop.time() + self._config.waits.grace
-        while self._draining and self._rollouts and self._loop.time() < deadline:
-            await asyncio.wait(list(self._rollouts.values()), timeout=0.1)
+        began, grace = self._loop.time(), self._config.waits.grace
+        while self._draining and (spent := self._loop.time() - began) < grace:
+            if not self._rollouts and spent > ANSWER_SECONDS:
+                break
+            await asyncio.sleep(0.05)
         self._draining = False
 
     def _report_death(self, actor: str, why: str) -> None:
         """Name what the engine held; what waited or was sampled already is released instead."""
         held = self._intake.running
-        self._link.post(EngineDied(actor=actor, attempts=attempts(held), error=why[:4096]))
+        self._link.post(EngineDied(actor=actor, attempts=attempts(held), error=why[:MAX_WHY]))
         self._cancel(held)
         for task in held:
             self._intake.end(task)

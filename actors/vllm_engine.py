@@ -16,7 +16,15 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from actors.engine import Engine, EngineDead, PromptError, Request, RequestError, Sampled
+from actors.engine import (
+    Engine,
+    EngineDead,
+    LoadFailed,
+    PromptError,
+    Request,
+    RequestError,
+    Sampled,
+)
 from actors.prompts import PromptEncoder
 from protocol.config import HUB, Config, ConfigError
 from protocol.messages import Prompt
@@ -141,8 +149,10 @@ class VllmEngine(Engine):
         except EngineDeadError as error:
             raise EngineDead(f"vLLM, loading {path}: {error}") from None
         except Exception as error:
-            # Some weights may be new and some old: nothing may be sampled from them.
-            raise EngineDead(f"vLLM cannot load {path}: {error!r}") from None
+            if self.dead:
+                raise EngineDead(f"vLLM, loading {path}: {error!r}") from None
+            # Some weights may be new and some old: it stays paused.
+            raise LoadFailed(f"vLLM cannot load {path}: {error!r}") from None
 
     @property
     def tokens(self) -> int:

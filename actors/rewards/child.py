@@ -27,6 +27,8 @@ from actors.rewards.custom import RewardError, load
 MAX_FRAME = 256 * 1024 * 1024
 MAX_COMPONENTS = 64
 MAX_NAME = 128
+# The protocol carries numbers to 1e300; sums and means of these must not pass it by a rounding.
+LARGEST = 1e299
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_OPEN_FILES = 256
 PR_SET_PDEATHSIG = 1
@@ -99,6 +101,8 @@ def _checked(value: Any) -> dict[str, Any]:
             number = _number(item)
             if name in ("score", "acc") or number is None or len(components) == MAX_COMPONENTS:
                 continue
+            if abs(number) > LARGEST:
+                raise RewardError(f"returned {name!s:.80} {number:g}, beyond {LARGEST:g}")
             components[str(name)[:MAX_NAME]] = number
         if value.get("acc") is not None:
             correct = _number(value["acc"])
@@ -108,7 +112,7 @@ def _checked(value: Any) -> dict[str, Any]:
     if value is None:
         return {"score": None, "correct": None, "components": components}
     score = _number(value)
-    if score is None or abs(score) > 1e300:
+    if score is None or abs(score) > LARGEST:
         raise RewardError(f"returned {value!r:.80}; a finite number is expected")
     return {"score": score, "correct": correct, "components": components}
 

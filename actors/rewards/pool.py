@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from actors.rewards.child import LARGEST
 from actors.rewards.process import GraderDied, GraderProcess, SetupRefused
 from protocol.config import Config, ConfigError
 
@@ -151,7 +152,12 @@ class Pool:
         if not terms:
             return self._failed("none", "no reward function graded it")
         # fsum: weights such as 0.7, 0.2, 0.1 must reach correct_at = 1.
-        total = math.fsum(terms)
+        try:
+            total = math.fsum(terms)
+        except (OverflowError, ValueError):
+            total = math.inf
+        if abs(total) > LARGEST:
+            return self._failed("range", f"reward {total:g} is beyond {LARGEST:g}")
         limits = self._grading.range
         if limits is not None and not limits[0] <= total <= limits[1]:
             return self._failed("range", f"reward {total:g} lies outside grading.range {limits}")
