@@ -28,7 +28,7 @@ class _Attempt(msgspec.Struct, tag="Task", tag_field="type"):
     """What of a Task names the attempt."""
 
     id: Id
-    attempt: Annotated[int, Meta(ge=1, lt=2**63)]
+    attempt: Annotated[int, Meta(ge=1)]
     actor: Id
 
 

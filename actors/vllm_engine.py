@@ -149,10 +149,13 @@ class VllmEngine(Engine):
         except EngineDeadError as error:
             raise EngineDead(f"vLLM, loading {path}: {error}") from None
         except Exception as error:
-            if self.dead:
-                raise EngineDead(f"vLLM, loading {path}: {error!r}") from None
+            why = f"vLLM cannot load {path}: {error!r}"
+            try:
+                await self._llm.collective_rpc("end_reload")
+            except Exception as another:
+                raise EngineDead(f"{why}, and then: {another!r}") from None
             # Some weights may be new and some old: it stays paused.
-            raise LoadFailed(f"vLLM cannot load {path}: {error!r}") from None
+            raise LoadFailed(why) from None
 
     @property
     def tokens(self) -> int:

@@ -253,3 +253,22 @@ def _runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("text", ["beyond", "component"])
+async def test_a_number_that_the_protocol_cannot_carry_is_a_failure(text: str) -> None:
+    (found,) = await grade(config({"name": f"{GRADERS}:misbehaving"}), [text])
+    assert (found.reward, found.correct, found.components) == (None, None, {})
+    assert "1.1e+300" in found.why
+
+
+@pytest.mark.parametrize("weights", [(100.0, 1.0), (1e200, 1.0), (1e200, -1e200)])
+async def test_a_weighted_sum_that_the_protocol_cannot_carry_is_a_failure(
+    weights: tuple[float, float],
+) -> None:
+    reward = {"name": f"{GRADERS}:misbehaving"}
+    two = [{**reward, "weight": w} for w in weights]
+    found = await grade(config(*two), ["huge", "fine"])
+    assert found[0].reward is None
+    assert "beyond" in found[0].why
+    assert found[1].reward == sum(weights)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import urllib.request
@@ -15,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
-from actors.engine import EngineDead, Request, Sampled
+from actors.engine import EngineDead, LoadFailed, Request, Sampled
 from actors.service import Actor
 from actors.simulated import SimulatedEngine
+from protocol.codec import encode
 from protocol.kafka import Kafka
 from protocol.messages import (
     EngineDied,
@@ -178,6 +181,24 @@ async def test_new_weights_give_back_what_they_make_useless(make_world: MakeWorl
         assert engine.loads == [V0, V1]
 
 
+async def test_after_new_weights_gave_work_back_the_scheduler_hears_at_once(
+    make_world: MakeWorld,
+) -> None:
+    async with (
+        make_world(waits={"heartbeat": 120.0, "lease": 300.0}) as made,
+        acting(made, HeldEngine),
+    ):
+        await made.publish(V0)
+        joined = await made.next(Joined)
+        await made.assign(joined)
+        await made.task(joined.actor, V0)
+        await made.next(Started)
+        await made.publish(V1)
+        await made.next(Heartbeat)
+        kinds = [type(event) for event in made.events]
+        assert kinds == [Released]
+
+
 async def test_with_lag_an_update_in_mid_generation_shows_in_the_spans(
     make_world: MakeWorld,
 ) -> None:
@@ -289,6 +310,24 @@ async def test_a_group_above_the_size_limit_is_a_failed_outcome(
     assert "kafka.max_message_bytes" in outcome.why
 
 
+async def test_a_task_that_cannot_be_decoded_is_a_failed_outcome(make_world: MakeWorld) -> None:
+    async with make_world() as made, acting(made):
+        await made.publish(V0)
+        joined = await made.next(Joined)
+        await made.assign(joined)
+        good = await made.task(joined.actor, V0)
+        body = {**msgpack.unpackb(encode(good)), "id": "0-99", "temperature": -1.0}
+        for change in ({"attempt": 0}, {"actor": "another"}, {"id": 7}, {}):
+            raw = msgpack.packb({**body, **change})
+            await made.producer.send_raw(made.topics.tasks, raw, partition=1)
+        outcome = await made.next(Outcome, lambda o: o.status == "failed")
+        assert (outcome.actor, outcome.task, outcome.attempt) == (joined.actor, "0-99", 1)
+        assert "temperature" in outcome.why
+        await made.task(joined.actor, V0)
+        outcomes = [await made.next(Outcome) for _ in range(2)]
+        assert [o.status for o in outcomes] == ["ok", "ok"]
+
+
 async def test_a_given_up_actor_drops_everything_and_joins_as_new(make_world: MakeWorld) -> None:
     async with make_world() as made, acting(made, HeldEngine) as (engine, _):
         await made.publish(V0)
@@ -343,7 +382,7 @@ async def test_a_dead_engine_names_what_it_held_and_the_actor_leaves(
         tasks = [await made.task(joined.actor, V0) for _ in range(3)]
         await made.next(Started)
         await made.next(Started)
-        engine.death = EngineDead("out of memory")
+        engine.death = EngineDead("out of memory " * 1000)
         engine.gates[tasks[0].group].set()
         assert await asyncio.wait_for(serving, 20) == 1
         died = await made.next(EngineDied)
@@ -395,6 +434,64 @@ async def test_damaged_weights_are_never_loaded(make_world: MakeWorld) -> None:
         assert engine.loads == [V0]
 
 
+class FailingEngine(SimulatedEngine):
+    """V1 cannot be loaded; the test says when that comes out."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.loading = asyncio.Event()
+        self.fail = asyncio.Event()
+
+    async def load(self, path: Path, version: Version) -> None:
+        if version == V1:
+            self._running.clear()
+            self.loading.set()
+            await self.fail.wait()
+            raise LoadFailed("no such file")
+        await super().load(path, version)
+
+
+@pytest.mark.parametrize("newer_first", [True, False])
+async def test_weights_that_are_removed_while_they_are_loaded_give_way_to_newer_ones(
+    make_world: MakeWorld, newer_first: bool
+) -> None:
+    async with make_world() as made, acting(made, FailingEngine) as (engine, _):
+        await made.publish(V0)
+        joined = await made.next(Joined)
+        await made.assign(joined)
+        directory = await made.publish(V1)
+        await engine.loading.wait()
+        # For V1, and useless by the time it could start.
+        late = await made.task(joined.actor, V1)
+        await made.next(Heartbeat, lambda h: h.state == "loading")
+        if newer_first:
+            await made.publish(V2)
+            await asyncio.sleep(0.5)
+            engine.fail.set()
+        else:
+            shutil.rmtree(directory)
+            engine.fail.set()
+            await asyncio.sleep(0.5)
+            await made.publish(V2)
+        assert (await made.next(Released)).attempts == [Held(late.id, 1)]
+        await made.next(Heartbeat, lambda h: h.version == V2)
+        await made.task(joined.actor, V2)
+        assert (await made.next(Outcome)).oldest == V2
+        assert engine.loads == [V0, V2]
+
+
+async def test_weights_that_lie_complete_and_cannot_be_loaded_end_the_engine(
+    make_world: MakeWorld,
+) -> None:
+    async with make_world() as made, acting(made, FailingEngine) as (engine, serving):
+        engine.fail.set()
+        await made.publish(V0)
+        await made.next(Joined)
+        await made.publish(V1)
+        assert await asyncio.wait_for(serving, 20) == 1
+        assert "no such file" in (await made.next(EngineDied)).error
+
+
 async def test_the_newest_weights_are_loaded_and_older_ones_passed_over(
     make_world: MakeWorld,
 ) -> None:
@@ -434,6 +531,45 @@ async def test_sigterm_drains_and_the_process_leaves_with_zero(make_world: MakeW
         assert (await made.next(Outcome)).task == running.id
         _, errors = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 0, errors.decode()
+
+
+async def test_an_idle_actor_says_that_it_leaves_and_gives_back_what_still_comes(
+    make_world: MakeWorld,
+) -> None:
+    async with make_world(waits={"heartbeat": 20.0, "lease": 60.0}) as made:
+        process = await spawn(made)
+        await made.publish(V0)
+        joined = await made.next(Joined)
+        await made.assign(joined)
+        # The partition is read from here on.
+        await made.task(joined.actor, V0)
+        await made.next(Outcome)
+        os.kill(process.pid, signal.SIGTERM)
+        assert (await made.next(Heartbeat)).state == "draining"
+        late = await made.task(joined.actor, V0)
+        assert (await made.next(Released)).attempts == [Held(late.id, 1)]
+        assert (await made.next(Heartbeat)).state == "draining"
+        await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 0
+        assert not [e for e in made.events if isinstance(e, Started) and e.task == late.id]
+
+
+async def test_no_heartbeat_of_a_draining_actor_says_anything_else(
+    make_world: MakeWorld,
+) -> None:
+    async with make_world(actors={"engine": {"seconds": 1.0}}, waits={"heartbeat": 0.02}) as made:
+        process = await spawn(made)
+        await made.publish(V0)
+        joined = await made.next(Joined)
+        await made.assign(joined)
+        await made.task(joined.actor, V0)
+        await made.next(Started)
+        os.kill(process.pid, signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), 20)
+        await made.next(Outcome)
+        await made.read()
+        states = [e.state for e in made.events if isinstance(e, Heartbeat)]
+        assert set(states[states.index("draining") :]) == {"draining"}
 
 
 async def test_without_a_broker_the_process_says_so_and_leaves_with_one(

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from actors.engine import PromptError
+from actors.engine import LoadFailed, PromptError
 from actors.vllm_engine import VllmEngine, check_settings, context_length
 from protocol.config import Config, ConfigError
 from protocol.versions import Span, Version, covers
@@ -99,6 +100,29 @@ def test_an_update_in_mid_generation_shows_in_the_spans(engine: SharedEngine, fl
     sampled = [c for future in futures for c in future.result(60)]
     assert all(covers(c.spans, len(c.tokens)) for c in sampled)
     assert [before, after] in [[s.version for s in c.spans] for c in sampled]
+
+
+def test_a_whole_load_overwrites_what_a_broken_one_left(
+    engine: SharedEngine, tmp_path: Path
+) -> None:
+    """The broken one ends after some of the tensors of each fused layer."""
+    zeros = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in load_file(engine.base / "model.safetensors").items()
+        if "q_proj" in name or "gate_proj" in name or "norm" in name
+    }
+    assert zeros
+    save_file(zeros, tmp_path / "model-1.safetensors")
+    (tmp_path / "model-2.safetensors").write_bytes(b"cut")
+    for path in (tmp_path, tmp_path / "removed"):
+        with pytest.raises(LoadFailed, match=str(path)):
+            engine.load(path)
+        engine.load(engine.base)
+        prompt = engine.engine.encode("3+6=", 16)
+        model = AutoModelForCausalLM.from_pretrained(engine.base, dtype=torch.float32)
+        for c in engine.generate(prompt):
+            exact = forward_logprobs(model, prompt, c.tokens, 1.0)
+            assert list(c.logprobs) == pytest.approx(exact, abs=1e-3)
 
 
 def test_a_cancelled_request_is_gone_and_the_engine_goes_on(
