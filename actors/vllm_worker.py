@@ -1,5 +1,6 @@
-"""Mixed into vLLM's worker processes: they end when the actor is gone, however it ended, and a reload
-that failed leaves nothing to the next one."""
+"""Mixed into vLLM's worker processes: they end when the actor is gone, however it ended, and a
+reload that failed leaves nothing to the next one.
+"""
 
 from __future__ import annotations
 
