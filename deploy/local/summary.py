@@ -7,6 +7,7 @@ the accuracy was measured.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def summarise(
     evals = history.evals_of(config.eval[0].name) if config.eval else []
     end = history.end
     exact = before is not None and after is not None
-    sampled = _sampled(evals)
+    sampled = _sampled(evals, before if exact else None, after if exact else None)
     return {
         "run_id": run.identity.run,
         "base_model": shown(config.model.path),
@@ -155,7 +156,9 @@ def _accounts(history: History) -> dict[str, Any] | None:
     }
 
 
-def _sampled(evals: Sequence[EvalRecord]) -> dict[str, Any]:
+def _sampled(
+    evals: Sequence[EvalRecord], before: ExactFigures | None, after: ExactFigures | None
+) -> dict[str, Any]:
     # One evaluation alone says nothing about what came after it.
     first, last = (evals[0] if evals else None, evals[-1] if len(evals) > 1 else None)
     return {
@@ -167,11 +170,22 @@ def _sampled(evals: Sequence[EvalRecord]) -> dict[str, Any]:
         "before": None if first is None else first.mean,
         "after": None if last is None else last.mean,
         "standard_error": {
-            "before": None if first is None else first.standard_error,
-            "after": None if last is None else last.standard_error,
+            "before": None if first is None else _standard_error(first, before),
+            "after": None if last is None else _standard_error(last, after),
         },
         "passed": _first_last([e.passed for e in evals]),
     }
+
+
+def _standard_error(record: EvalRecord, exact: ExactFigures | None) -> float | None:
+    """Of mean@n: sqrt(Σ p(1−p) / n) / problems, with p itself where it is known.
+
+    The estimate from the samples alone is small just where the mean came out large, near p = 1.
+    """
+    if exact is None:
+        return record.standard_error
+    variance = sum(p * (1 - p) for p in exact.per_problem) / record.n
+    return math.sqrt(variance) / len(exact.per_problem)
 
 
 def _pair(
