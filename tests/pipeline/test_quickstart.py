@@ -198,5 +198,4 @@ def test_with_random_rewards_nothing_is_gained(tmp_path: Path) -> None:
         )
         return float(json.loads(done.stdout.splitlines()[-1])["mean"])
 
-    # One run measured +0.023 where the real reward gives +0.30: noise moves a policy a little.
-    assert exact(run.root / "model") - exact(base) < 0.18 / 5
+    assert exact(run.root / "model") - exact(base) < 0.02
